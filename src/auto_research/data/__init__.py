@@ -1,0 +1,1 @@
+"""Data sets, splits and protocols (layer 1)."""

@@ -1,0 +1,38 @@
+"""Fixtures every part of the suite may use."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+
+from auto_research.data.prepare import prepare_all
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="session")
+def dataset_dir() -> Path:
+    """Folder of downloads: AUTO_RESEARCH_DATASET_DIR or `data/` of the checkout, never of a test's folder."""
+    return Path(os.environ.get("AUTO_RESEARCH_DATASET_DIR") or ROOT / "data").resolve()
+
+
+@pytest.fixture(scope="session")
+def movielens_100k(dataset_dir: Path) -> Path:
+    """Folder with `canonical/`, `sequences/` and `requests/` of the real MovieLens-100K. Read only.
+
+    Prepared once per state of the data code, shared by all workers and later runs.
+    """
+    code = hashlib.sha256()
+    for path in sorted([*(ROOT / "src/auto_research/data").glob("*.py"), ROOT / "config/datasets.yaml"]):
+        code.update(path.read_bytes())
+    folder = dataset_dir / "prepared" / f"movielens-100k-{code.hexdigest()[:12]}"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if not (folder / "complete").is_file():
+            prepare_all("movielens-100k", folder, dataset_dir)
+            (folder / "complete").touch()
+    return folder
