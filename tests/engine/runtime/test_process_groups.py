@@ -9,8 +9,8 @@ import textwrap
 from auto_research.runtime.process import run_limited
 
 
-def run_script(text, *arguments, **options):
-    return subprocess.Popen([sys.executable, "-c", textwrap.dedent(text), *map(str, arguments)], **options)
+def run_script(source, *arguments, **options):
+    return subprocess.Popen([sys.executable, "-c", textwrap.dedent(source), *map(str, arguments)], **options)
 
 
 def wait_for_end_of(reading):
