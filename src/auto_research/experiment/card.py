@@ -20,6 +20,7 @@ from auto_research.runtime.names import module_name
 from auto_research.runtime.schema import validate
 
 TIERS = ("tiny", "smoke", "standard", "full")
+_OPTIONAL = {"paper_reported": "", "public_reference": "", "contract": {}, "docs": {}}
 _NOT_BUDGET = ("seeds", "headline_seeds", "overrides")
 
 
@@ -54,10 +55,22 @@ def read_yaml(path: Path) -> Any:
 
 @dataclass(frozen=True)
 class Card:
-    """One validated card. Every property reads `facts`, the dict of the file."""
+    """One validated card.
+
+    `facts` is the dict of the file; its parts are attributes too: `card.paper`, `card.data`, `card.gpu`, `card.family` ...
+    """
 
     facts: dict = field(repr=False)
     folder: Path
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "facts":
+            raise AttributeError(name)
+        if name in self.facts:
+            return self.facts[name]
+        if name in _OPTIONAL:
+            return type(_OPTIONAL[name])()
+        raise AttributeError(f"a card has no {name!r}")
 
     @property
     def key(self) -> str:

@@ -20,7 +20,7 @@ from auto_research.runtime.devices import (
     runtime_facts,
 )
 from auto_research.runtime.errors import ConfigError, DataMissing
-from auto_research.runtime.files import canonical_json, read_json, sha256_file, sha256_text, write_json
+from auto_research.runtime.files import canonical_json, read_json, sha256_file, sha256_text, write_json, write_text
 from auto_research.runtime.schema import validate
 from auto_research.runtime.seeds import seed_everything
 from auto_research.runtime.threads import set_threads
@@ -129,7 +129,8 @@ def write_arm(stage: Stage, record: dict, measurement: Measurement) -> None:
     if missing:
         raise ConfigError(f"arm {stage.name} of {stage.card.key} reports no {missing[0]!r}, the card's primary metric")
     record = record | {"measurement": measurement.as_dict()}
-    write_json(stage.output, validate(record, "arm"))
+    lines = (f'"{key}":{canonical_json(value)}' for key, value in sorted(validate(record, "arm").items()))
+    write_text(stage.output, "{" + ",\n".join(lines) + "}\n")
 
 
 def _write_manifest(stage: Stage, record: dict, folder: Path, cost: dict) -> None:

@@ -1,0 +1,1 @@
+"""Pages for readers: the site with catalogue and leaderboards."""
