@@ -8,7 +8,7 @@ from pathlib import Path
 
 from auto_research.data import requests, sequences
 from auto_research.data.folder import MANIFEST, read_manifest
-from auto_research.data.interactions import canonical_folder, load_interactions, write_canonical
+from auto_research.data.interactions import canonical_folder, write_canonical
 from auto_research.data.readers import read_source
 from auto_research.data.sources import dataset_entry, fetch_source
 from auto_research.runtime.errors import UnknownName
@@ -60,6 +60,3 @@ def prepare_all(dataset: str, folder: Path | str, dataset_dir: Path | str, offli
     prepare(dataset, folder / "canonical", dataset_dir, offline)
     for table in DERIVED:
         prepare_table(folder / "canonical", table, folder / table)
-
-
-__all__ = ["TABLE_NAMES", "load_interactions", "prepare", "prepare_all", "prepare_table"]

@@ -399,6 +399,3 @@ def write_folder_of(canonical: Path, out: Path, manifest: dict) -> dict:
     for name in SPLITS:
         counts[f"{name}_requests"], counts[f"{name}_rows"] = len(table.requests(name)), table.rows(name)
     return write_folder(out, {**tables, "requests": index.table()}, {**manifest, "counts": counts})
-
-
-__all__ = ["CatalogueTasks", "RequestBatch", "RequestIndex", "RequestTable", "write_folder_of"]

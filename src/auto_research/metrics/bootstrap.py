@@ -1,0 +1,114 @@
+"""Percentile bootstrap intervals (95%), paired: both arms are resampled with the same units. numpy only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+RESAMPLES = 2000
+LEVELS = (2.5, 97.5)
+CELLS_PER_CHUNK = 4_000_000
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A point estimate and its 95% interval."""
+
+    delta: float
+    low: float
+    high: float
+
+    def excludes_zero(self) -> bool:
+        """True when the whole interval lies on one side of zero."""
+        return self.low > 0 or self.high < 0
+
+
+def _interval(estimate: float, samples: np.ndarray) -> Interval:
+    low, high = np.percentile(samples, LEVELS)
+    return Interval(float(estimate), float(low), float(high))
+
+
+def _draws(units: int, resamples: int, seed: int, width: int) -> Iterator[np.ndarray]:
+    """Chunks of float64[c, units]: how often each unit is drawn in a resample; width = cells a resample will need."""
+    rng = np.random.Generator(np.random.PCG64(seed))
+    chunk = max(1, CELLS_PER_CHUNK // max(1, width))
+    for start in range(0, resamples, chunk):
+        picks = rng.integers(0, units, size=(min(chunk, resamples - start), units))
+        offsets = np.arange(len(picks))[:, None] * units
+        counts = np.bincount((picks + offsets).ravel(), minlength=len(picks) * units)
+        yield counts.reshape(len(picks), units).astype(np.float64)
+
+
+def interval_mean(values: np.ndarray, resamples: int = RESAMPLES, seed: int = 0) -> Interval:
+    """Mean of per-unit values [n] and its interval."""
+    values = np.asarray(values, dtype=np.float64)
+    if values.ndim != 1 or not len(values):
+        raise ValueError("values must be a non-empty vector")
+    samples = [counts @ values / len(values) for counts in _draws(len(values), resamples, seed, len(values))]
+    return _interval(values.mean(), np.concatenate(samples))
+
+
+def paired_mean(a: np.ndarray, b: np.ndarray, resamples: int = RESAMPLES, seed: int = 0) -> Interval:
+    """mean(a) - mean(b) over the same units in the same order, a and b: [n]."""
+    a, b = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
+    if a.shape != b.shape:
+        raise ValueError(f"paired values differ in shape: {a.shape} and {b.shape}")
+    return interval_mean(a - b, resamples, seed)
+
+
+def paired_cluster_mean(
+    cluster: np.ndarray, a: np.ndarray, b: np.ndarray, resamples: int = RESAMPLES, seed: int = 0
+) -> Interval:
+    """mean(a) - mean(b) over rows [N], resampling whole clusters (users): rows of a user stay together."""
+    _, code = np.unique(cluster, return_inverse=True)
+    difference = np.asarray(a, dtype=np.float64) - np.asarray(b, dtype=np.float64)
+    total, rows = np.bincount(code, weights=difference), np.bincount(code).astype(np.float64)
+    samples = [(c @ total) / (c @ rows) for c in _draws(len(total), resamples, seed, len(total))]
+    return _interval(difference.mean(), np.concatenate(samples))
+
+
+class _WeightedAuc:
+    """AUC of fixed scores under many row weightings at once; ties count half."""
+
+    def __init__(self, label: np.ndarray, score: np.ndarray):
+        self.order = np.argsort(score, kind="stable")
+        self.positive = label[self.order]
+        ordered = score[self.order]
+        fresh = np.ones(len(score), dtype=bool)
+        fresh[1:] = ordered[1:] != ordered[:-1]
+        self.start = np.flatnonzero(fresh)
+
+    def __call__(self, weights: np.ndarray) -> np.ndarray:
+        """weights: float64[c, N] in the rows' own order -> float64[c]; NaN where a label is missing."""
+        ordered = weights[:, self.order]
+        positive = np.add.reduceat(ordered * self.positive, self.start, axis=1)
+        negative = np.add.reduceat(ordered * ~self.positive, self.start, axis=1)
+        below = np.cumsum(negative, axis=1) - negative
+        wins = (positive * (below + 0.5 * negative)).sum(axis=1)
+        pairs = positive.sum(axis=1) * negative.sum(axis=1)
+        return np.divide(wins, pairs, out=np.full_like(wins, np.nan), where=pairs > 0)
+
+
+def paired_auc(
+    user: np.ndarray,
+    label: np.ndarray,
+    score_a: np.ndarray,
+    score_b: np.ndarray,
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+) -> Interval:
+    """AUC(a) - AUC(b) over rows [N], resampling whole users. Raises ValueError when only one label occurs."""
+    label = np.asarray(label) > 0.5
+    if label.all() or not label.any():
+        raise ValueError("AUC needs both labels")
+    _, code = np.unique(user, return_inverse=True)
+    auc_a, auc_b = (_WeightedAuc(label, np.asarray(s, dtype=np.float64)) for s in (score_a, score_b))
+    samples = []
+    for counts in _draws(int(code.max()) + 1, resamples, seed, len(label)):
+        weights = counts[:, code]
+        samples.append(auc_a(weights) - auc_b(weights))
+    samples = np.concatenate(samples)
+    ones = np.ones((1, len(label)))
+    return _interval(float((auc_a(ones) - auc_b(ones))[0]), samples[np.isfinite(samples)])
