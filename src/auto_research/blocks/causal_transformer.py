@@ -12,16 +12,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from auto_research.blocks.dropout import Dropout
+
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """Sizes of a causal Transformer; `hidden` is the inner width of the feed-forward layer (default 4 * width)."""
+    """Sizes of a causal Transformer.
+
+    hidden: inner width of the feed-forward layer (default 4 * width).  attention_dropout: on attention weights; 0 keeps
+    torch's fused attention kernel, which on CPU has no dropout.  norm: 'pre' or 'post'.
+    """
 
     width: int = 64
     heads: int = 2
     layers: int = 2
     hidden: int | None = None
     dropout: float = 0.0
+    attention_dropout: float = 0.0
     norm: str = "pre"
 
     def __post_init__(self) -> None:
@@ -48,7 +55,7 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.heads = config.heads
-        self.dropout = config.dropout
+        self.dropout = config.attention_dropout
         self.query_key_value = nn.Linear(config.width, 3 * config.width)
         self.output = nn.Linear(config.width, config.width)
 
@@ -70,11 +77,11 @@ class CausalBlock(nn.Module):
         self.pre = config.norm == "pre"
         self.attention = CausalSelfAttention(config)
         self.feed_forward = nn.Sequential(
-            nn.Linear(config.width, hidden), nn.GELU(), nn.Dropout(config.dropout), nn.Linear(hidden, config.width)
+            nn.Linear(config.width, hidden), nn.GELU(), Dropout(config.dropout), nn.Linear(hidden, config.width)
         )
         self.norm_attention = nn.LayerNorm(config.width)
         self.norm_feed_forward = nn.LayerNorm(config.width)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def forward(self, x: Tensor, visible: Tensor) -> Tensor:
         if self.pre:

@@ -16,14 +16,13 @@ from torch import Tensor, nn
 from auto_research.data.requests import CatalogueTasks, RequestBatch, RequestTable
 from auto_research.experiment.contract import Measurement, Rows, Units
 from auto_research.metrics.ctr import ctr_metrics
-from auto_research.metrics.ranking import ranking_metrics
+from auto_research.metrics.ranking import rank_of_target, ranking_metrics, top_items
 from auto_research.runtime.devices import synchronize
 
 Scorer = Callable[[RequestBatch], "Tensor | np.ndarray"]
 
 CHUNK = 256
 REQUESTS_AT_ONCE = 256
-TOP = 10
 WARM_UP = 5
 LIKE = 1
 
@@ -100,7 +99,8 @@ def rank_catalogue(
     score = logsigmoid(engage) + logsigmoid(like); items the user rated at an earlier second are no candidates.
     """
     items = np.arange(1, table.interactions.n_items + 1)
-    ranks, tops, pairs, spent = [], [], 0, 0.0
+    scores = np.zeros((len(tasks), len(items) + 1))
+    spent = 0.0
     for index in range(len(tasks)):
         request = table.score_batch(int(tasks.request[index]), items, history=history)
         parts = [part.to(device) for part in split_pairs(request, chunk)]
@@ -112,20 +112,14 @@ def rank_catalogue(
         logits = [score(part) for part in parts]
         synchronize(device)
         spent += time.perf_counter() - started
-        pairs += len(items)
-        merged = np.full(len(items) + 1, -np.inf)
-        merged[1:] = joint_score(np.concatenate([_array(part) for part in logits]))
-        merged[tasks.excluded[index]] = -np.inf
-        rank, top = rank_and_top(merged, int(tasks.target[index]))
-        ranks.append(rank)
-        tops.append(top)
+        scores[index, 1:] = joint_score(np.concatenate([_array(part) for part in logits]))
         if progress:
             progress(index + 1, len(tasks), phase="catalogue")
     return CatalogueRanks(
         np.asarray(tasks.user, dtype=np.int64),
-        np.asarray(ranks, dtype=np.int64),
-        np.asarray(tops, dtype=np.int64).reshape(len(tasks), -1),
-        pairs,
+        rank_of_target(scores, tasks.target, tasks.excluded),
+        top_items(scores, tasks.excluded),
+        len(tasks) * len(items),
         spent,
     )
 
@@ -146,12 +140,6 @@ def joint_score(logits: np.ndarray) -> np.ndarray:
 def sigmoid(logits: np.ndarray) -> np.ndarray:
     """Logistic function in float64."""
     return np.exp(-np.logaddexp(0.0, -logits.astype(np.float64)))
-
-
-def rank_and_top(scores: np.ndarray, target: int, top: int = TOP) -> tuple[int, np.ndarray]:
-    """Pessimistic rank of `target` in scores [n_items + 1] (-inf: no candidate) and the best items, ties by lower id."""
-    rank = int((scores >= scores[target]).sum())
-    return rank, np.argsort(-scores, kind="stable")[:top]
 
 
 def measure_requests(
@@ -179,7 +167,7 @@ def measure_requests(
     return Measurement(
         metrics={**metrics, **ranking},
         units=units,
-        rows=Rows(rows.user, rows.label, np.round(rows.score, 7)),
+        rows=Rows(rows.user, rows.label, rows.score),
         cost={"pairs_per_s": ranked.pairs / max(ranked.seconds, 1e-9), "catalogue_seconds": ranked.seconds},
     )
 

@@ -1,0 +1,69 @@
+"""SASRec (arXiv:1808.09781) trained with the full softmax: causal Transformer, every position a training example.
+
+Differences from the paper: cross entropy over the whole catalogue instead of one sampled negative, pre-norm blocks with
+GELU, windows over the whole history instead of its end.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from auto_research.blocks.causal_transformer import CausalTransformer, TransformerConfig
+from auto_research.blocks.dropout import Dropout
+from auto_research.data.sequences import LeaveTwoOut
+from auto_research.experiment.contract import Measurement
+from auto_research.train.next_item import NextItemBudget, train_next_item
+
+if TYPE_CHECKING:
+    from auto_research.experiment.context import Context
+
+START_SCALE = 0.02
+WIDTH, LAYERS, HEADS, DROPOUT = 64, 2, 2, 0.3
+
+
+class SASRec(nn.Module):
+    """items int64[B, L], left-padded -> hidden [B, L, D]; the item table is shared between input and output.
+
+    Position embeddings count from the newest event, so a shorter window uses the last of them.
+    """
+
+    def __init__(self, n_items: int, length: int, config: TransformerConfig) -> None:
+        super().__init__()
+        self.item = nn.Embedding(n_items + 1, config.width, padding_idx=0)
+        self.position = nn.Parameter(torch.empty(length, config.width))
+        self.dropout = Dropout(config.dropout)
+        self.trunk = CausalTransformer(config)
+        nn.init.normal_(self.item.weight, std=START_SCALE)
+        nn.init.normal_(self.position, std=START_SCALE)
+        with torch.no_grad():
+            self.item.weight[0].zero_()
+
+    def item_table(self) -> Tensor:
+        return self.item.weight  # (I + 1, D)
+
+    def forward(self, items: Tensor) -> Tensor:
+        scale = math.sqrt(self.trunk.config.width)
+        x = self.item(items) * scale + self.position[-items.shape[1] :]  # (B, L, D)
+        return self.trunk(self.dropout(x), items > 0)
+
+
+def run(ctx: Context, *, device: torch.device, **overrides: Any) -> Measurement:
+    """Tune, train and measure SASRec. Reads `width`, `layers`, `heads`, `dropout` of the budget besides NextItemBudget.
+
+    overrides: any of these and of NextItemBudget's fields.
+    """
+    chosen = {
+        name: overrides.pop(name, ctx.budget.get(name, default))
+        for name, default in (("width", WIDTH), ("layers", LAYERS), ("heads", HEADS), ("dropout", DROPOUT))
+    }
+    config = TransformerConfig(**chosen)
+    length = NextItemBudget.of(ctx.budget, **overrides).length
+
+    def build(_: dict[str, Any], sequences: LeaveTwoOut) -> nn.Module:
+        return SASRec(sequences.n_items, length, config)
+
+    return train_next_item(ctx, build, device=device, **overrides)
