@@ -19,10 +19,9 @@ def count_params(module: torch.nn.Module, trainable_only: bool = True) -> int:
 
 def flops_of(fn: Callable[[], object]) -> int:
     """Floating point operations of matrix products and convolutions while fn() runs (multiply and add count as two)."""
-    import torch
     from torch.utils.flop_counter import FlopCounterMode
 
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
+    with FlopCounterMode(display=False) as counter:
         fn()
     return int(counter.get_total_flops())
 
