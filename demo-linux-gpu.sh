@@ -1,0 +1,6 @@
+#!/usr/bin/env bash
+# Quick RankMixer search on Linux with an NVIDIA GPU. Arguments are passed to `auto-research evolve`; variables: docs/guide.md.
+set -euo pipefail
+DEMO_PLATFORM=linux-gpu
+source "$(dirname "${BASH_SOURCE[0]}")/scripts/run_demo.sh"
+run_demo "$@"
