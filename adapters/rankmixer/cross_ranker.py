@@ -1,0 +1,46 @@
+"""DCNv2 on RankMixer's input vector, sized to its parameter count: the arm dcnv2_matched."""
+
+from torch import Tensor, nn
+
+from adapters.rankmixer.model import TASKS, RankerInput, RankMixerConfig, RequestState, decay_by_name
+from auto_research.blocks.cross_network import CrossNetwork
+from auto_research.blocks.dropout import Dropout
+from auto_research.data.requests import RequestBatch
+
+
+class CrossRanker(nn.Module):
+    """Baseline: DCNv2 (stacked: cross layers, then an MLP) on the input vector of RankMixer."""
+
+    def __init__(
+        self, config: RankMixerConfig, vocab: dict[str, int], item_genres: Tensor, *, layers: int, hidden: int
+    ):
+        super().__init__()
+        self.input = RankerInput(config, vocab, item_genres)
+        self.cross = CrossNetwork(self.input.width, layers)
+        self.mlp = nn.Sequential(
+            *(nn.Linear(self.input.width, hidden), nn.GELU(), Dropout(config.dropout)),
+            *(nn.Linear(hidden, hidden), nn.GELU(), Dropout(config.dropout)),
+            nn.Linear(hidden, TASKS),
+        )
+
+    def prepare(self, batch: RequestBatch) -> RequestState:
+        return self.input.prepare(batch)
+
+    def score(self, state: RequestState, batch: RequestBatch) -> Tensor:
+        return self.mlp(self.cross(self.input.score(state, batch)))
+
+    def forward(self, batch: RequestBatch) -> Tensor:
+        return self.score(self.prepare(batch), batch)
+
+    def param_groups(self, weight_decay: float) -> list[dict]:
+        return decay_by_name(self, weight_decay)
+
+    def dense_params(self) -> int:
+        return sum(p.numel() for part in (self.cross, self.mlp) for p in part.parameters())
+
+
+def matched_hidden(target: int, inputs: int, layers: int) -> int:
+    """MLP width w so that cross layers and the MLP inputs -> w -> w -> 3 have about `target` parameters."""
+    left = target - layers * (inputs**2 + inputs) - TASKS
+    root = inputs + 2 + TASKS  # w^2 + root w = left
+    return max(8, round((-root + (root**2 + 4 * max(left, 0)) ** 0.5) / 2))
