@@ -130,7 +130,7 @@ def compare_main(arguments: Sequence[str] | None = None) -> int:
         print(partial.write_partial(card, layout, fingerprints, seeds))
         return 0
     with failure_record(layout, "compare", "result", 0, options.log):
-        compare.write_result(card, layout, fingerprints, seeds)
+        compare.write_result(card, layout, fingerprints, seeds, options.fingerprint)
         for stale in (layout.partial, layout.partial.with_suffix(".md")):
             Path(stale).unlink(missing_ok=True)
     print(layout.report)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -91,6 +91,12 @@ class _WeightedAuc:
         return np.divide(wins, pairs, out=np.full_like(wins, np.nan), where=pairs > 0)
 
 
+def _mean_auc(label: np.ndarray, scores: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
+    """Function of weights [c, N] giving the AUC averaged over the rows of scores [S, N]."""
+    parts = [_WeightedAuc(label, score) for score in scores]
+    return lambda weights: sum(part(weights) for part in parts) / len(parts)
+
+
 def paired_auc(
     user: np.ndarray,
     label: np.ndarray,
@@ -99,12 +105,15 @@ def paired_auc(
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> Interval:
-    """AUC(a) - AUC(b) over rows [N], resampling whole users. Raises ValueError when only one label occurs."""
+    """AUC(a) - AUC(b) over rows [N], resampling whole users; scores [N], or [S, N] whose S AUCs (seeds) are averaged.
+
+    Raises ValueError when only one label occurs.
+    """
     label = np.asarray(label) > 0.5
     if label.all() or not label.any():
         raise ValueError("AUC needs both labels")
     _, code = np.unique(user, return_inverse=True)
-    auc_a, auc_b = (_WeightedAuc(label, np.asarray(s, dtype=np.float64)) for s in (score_a, score_b))
+    auc_a, auc_b = (_mean_auc(label, np.atleast_2d(np.asarray(s, dtype=np.float64))) for s in (score_a, score_b))
     samples = []
     for counts in _draws(int(code.max()) + 1, resamples, seed, len(label)):
         weights = counts[:, code]

@@ -1,0 +1,125 @@
+"""Differences between two arms with paired intervals, and what may be claimed from them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from auto_research.metrics.bootstrap import Interval, paired_auc, paired_cluster_mean, paired_mean
+from auto_research.metrics.ctr import row_logloss
+
+LOWER_IS_BETTER = frozenset(
+    {"logloss", "loss", "bits_per_byte", "perplexity", "rmse", "mae", "head_share@10", "error", "latency_ms"}
+)
+MIN_SEEDS = 3
+NEVER_A_RESULT = ("tiny", "smoke")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """arm minus against on one metric; `low` and `high` are None where no per-unit contributions exist."""
+
+    delta: float
+    relative: float | None
+    low: float | None
+    high: float | None
+    method: str
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def higher_is_better(metric: str, primary: str, direction: str) -> bool:
+    """Whether larger values win; the card decides for its primary metric."""
+    return direction == "max" if metric == primary else metric not in LOWER_IS_BETTER
+
+
+def mean_metric(records: dict[int, dict], metric: str) -> float | None:
+    """Mean over seeds, None when a seed lacks the metric."""
+    values = [record["measurement"]["metrics"].get(metric) for record in records.values()]
+    return None if not values or None in values else float(np.mean(values))
+
+
+def difference(arm: dict[int, dict], against: dict[int, dict], metric: str) -> Difference | None:
+    """Compare two arms over their shared seeds; None when a seed lacks the metric or no seed is shared.
+
+    arm, against: records by seed. Contributions of a unit are averaged over the shared seeds first, so that the interval
+    is about the sampled units and one lucky seed does not count as evidence.
+    """
+    seeds = sorted(set(arm) & set(against))
+    a, b = ([side[seed]["measurement"] for seed in seeds] for side in (arm, against))
+    if not seeds or any(metric not in m["metrics"] for m in a + b):
+        return None
+    means = [float(np.mean([m["metrics"][metric] for m in side])) for side in (a, b)]
+    delta = means[0] - means[1]
+    interval, method = _interval(a, b, metric)
+    return Difference(
+        delta=delta,
+        relative=delta / abs(means[1]) if means[1] else None,
+        low=None if interval is None else interval.low,
+        high=None if interval is None else interval.high,
+        method=method,
+    )
+
+
+def verdict(
+    found: Difference | None, *, tier: str, shared_seeds: int, higher: bool, floors_not_beaten: list[str]
+) -> tuple[str, str]:
+    """(smoke | improves | no-difference | worse, the reason in words) for one comparison on the primary metric."""
+    if found is None:
+        return "smoke", "the two arms share no seed with the primary metric"
+    if tier in NEVER_A_RESULT:
+        return "smoke", f"tier {tier} is never a result"
+    if shared_seeds < MIN_SEEDS:
+        return "smoke", f"{shared_seeds} shared seed(s), a claim needs {MIN_SEEDS}"
+    if found.low is None:
+        return "no-difference", f"no interval: {found.method}"
+    low, high = (found.low, found.high) if higher else (-found.high, -found.low)
+    if high < 0:
+        return "worse", "the interval lies on the losing side of zero"
+    if low <= 0:
+        return "no-difference", "the interval holds zero"
+    if floors_not_beaten:
+        return "no-difference", f"the interval excludes zero, but the arm does not beat {', '.join(floors_not_beaten)}"
+    return "improves", "the interval excludes zero and every floor is beaten"
+
+
+def _interval(a: list[dict], b: list[dict], metric: str) -> tuple[Interval | None, str]:
+    if all(metric in m["units"] for m in a + b):
+        return _from_units([m["units"][metric] for m in a], [m["units"][metric] for m in b])
+    if metric in ("auc", "logloss") and all(m["rows"] for m in a + b):
+        return _from_rows([m["rows"] for m in a], [m["rows"] for m in b], metric)
+    return None, "no per-unit contributions were recorded"
+
+
+def _from_units(a: list[dict], b: list[dict]) -> tuple[Interval | None, str]:
+    ids = a[0]["ids"]
+    if any(units["ids"] != ids for units in a + b):
+        common = set(ids).intersection(*(units["ids"] for units in a + b))
+        ids = [unit for unit in ids if unit in common]
+    if not ids:
+        return None, "the arms share no unit"
+    left, right = (np.mean([_ordered(units, ids) for units in side], axis=0) for side in (a, b))
+    return paired_mean(left, right), f"paired bootstrap over {len(ids)} units of kind {a[0]['kind']}"
+
+
+def _ordered(units: dict, ids: list) -> np.ndarray:
+    if units["ids"] == ids:
+        return np.asarray(units["values"], dtype=np.float64)
+    at = dict(zip(units["ids"], units["values"], strict=True))
+    return np.asarray([at[unit] for unit in ids], dtype=np.float64)
+
+
+def _from_rows(a: list[dict], b: list[dict], metric: str) -> tuple[Interval | None, str]:
+    user, label = a[0]["user"], a[0]["label"]
+    if any(rows["user"] != user or rows["label"] != label for rows in a + b):
+        return None, "the arms scored different rows"
+    left, right = (np.asarray([rows["score"] for rows in side], dtype=np.float64) for side in (a, b))
+    if metric == "auc":
+        if len(set(label)) < 2:
+            return None, "only one label occurs"
+        return paired_auc(user, label, left, right), "paired bootstrap over users, AUC averaged over seeds"
+    loss = [np.mean([row_logloss(label, score) for score in side], axis=0) for side in (left, right)]
+    return paired_cluster_mean(user, *loss), "paired bootstrap over users"
