@@ -84,12 +84,19 @@ def list_papers(topic: str | None, json_output: bool) -> None:
     for card in cards:
         state = card.gpu.get("validation", "pending") if card.gpu.get("path") else "no GPU path"
         table.add_row(
-            card.key, card.paper["title"], card.paper["organization"], card.paper["published"], str(len(card.arms)), state
+            card.key,
+            card.paper["title"],
+            card.paper["organization"],
+            card.paper["published"],
+            str(len(card.arms)),
+            state,
         )
     Console().print(table)
 
 
-def reproduce(*, paper: str, extra: list[str], tier: str, seeds, dataset, device, cpu_threads, dataset_dir, offline) -> None:
+def reproduce(
+    *, paper: str, extra: list[str], tier: str, seeds, dataset, device, cpu_threads, dataset_dir, offline
+) -> None:
     """Run `reproduce_<key>` or `reproduce_all` and print the result table."""
     from auto_research.cli.snakemake_call import call
 
@@ -159,7 +166,19 @@ def run_command(*, command, space, metric, direction, extra, device, cpu_threads
     _finish(code)
 
 
-def audit(*, device, paper, shards, shard_index, timeout_seconds, include_concept_demos, extra, cpu_threads, dataset_dir, offline) -> None:
+def audit(
+    *,
+    device,
+    paper,
+    shards,
+    shard_index,
+    timeout_seconds,
+    include_concept_demos,
+    extra,
+    cpu_threads,
+    dataset_dir,
+    offline,
+) -> None:
     """Run `audit_all`."""
     from auto_research.cli.snakemake_call import call
 
@@ -208,9 +227,9 @@ def data_list() -> None:
 def data_prepare(dataset: str, dataset_dir: Path | None, offline: bool, extra: list[str]) -> None:
     """Prepare one dataset through the graph."""
     from auto_research.cli.snakemake_call import call
-    from auto_research.data.sources import registry
+    from auto_research.data.sources import load_registry
 
-    _known(check_name(dataset, "dataset"), registry(), "dataset")
+    _known(check_name(dataset, "dataset"), load_registry(), "dataset")
     target = f"results/data/{dataset}/canonical/manifest.json"
     _finish(call([target], "data", _runtime(None, None, dataset_dir, offline), extra))
 

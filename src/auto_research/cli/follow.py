@@ -46,7 +46,12 @@ class Follower:
         log = Path("results/requests/snakemake.log")
         log.parent.mkdir(parents=True, exist_ok=True)
         process = subprocess.Popen(
-            self.command, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+            self.command,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
         )
         ticker = threading.Thread(target=self._tick, args=(process,), daemon=True)
         ticker.start()
@@ -76,7 +81,7 @@ class Follower:
             self._say(f"{self.done}/{self.total} jobs done")
         elif match := MESSAGE.match(line):
             self._say(match[1])
-        elif line.startswith("error: ") or line.startswith("note: "):
+        elif line.startswith(("error: ", "note: ")):
             self.errors |= line.startswith("error: ")
             print(line, file=sys.stderr, flush=True)
 

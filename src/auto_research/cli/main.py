@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -27,14 +27,14 @@ app.add_typer(data_app, name="data")
 app.add_typer(profiles_app, name="profiles")
 
 
-class Direction(str, Enum):
+class Direction(StrEnum):
     """Which way a metric of one's own improves."""
 
     maximise = "max"
     minimise = "min"
 
 
-class Tier(str, Enum):
+class Tier(StrEnum):
     """How much an adapter is scaled down; see docs/protocols.md."""
 
     tiny = "tiny"
@@ -43,7 +43,7 @@ class Tier(str, Enum):
     full = "full"
 
 
-class BudgetProfile(str, Enum):
+class BudgetProfile(StrEnum):
     """Budget of a search."""
 
     quick = "quick"
@@ -81,7 +81,9 @@ def reproduce(
     paper: Annotated[str, typer.Option(help="Key of an adapter (see `auto-research list`) or all.")],
     tier: Annotated[Tier, typer.Option(help="tiny and smoke run the code, standard gives numbers.")] = Tier.smoke,
     seed: Annotated[int | None, typer.Option(help="One seed for every arm.")] = None,
-    seeds: Annotated[str | None, typer.Option(help="Comma-separated seeds for every arm, for example 42,43,44.")] = None,
+    seeds: Annotated[
+        str | None, typer.Option(help="Comma-separated seeds for every arm, for example 42,43,44.")
+    ] = None,
     dataset: Annotated[str | None, typer.Option(help="Another dataset than the card's default.")] = None,
     device: Device = None,
     cpu_threads: Threads = None,
@@ -113,7 +115,9 @@ def evolve(
     model: Annotated[str, typer.Option(help="Host of the search, for example rankmixer.")] = "rankmixer",
     dataset: Annotated[str, typer.Option(help="Dataset of the search.")] = "movielens-100k",
     direction: Annotated[str, typer.Option(help="What to look into, free text in any language.")] = "",
-    profile: Annotated[BudgetProfile, typer.Option(help="quick finishes in minutes, full takes hours.")] = BudgetProfile.quick,
+    profile: Annotated[
+        BudgetProfile, typer.Option(help="quick finishes in minutes, full takes hours.")
+    ] = BudgetProfile.quick,
     run: Annotated[str, typer.Option(help="Name of the run; the same name resumes or extends it.")] = "default",
     generations: Annotated[int | None, typer.Option(min=1, help="Generations after the baseline.")] = None,
     population: Annotated[int | None, typer.Option(min=1, help="Candidates per generation.")] = None,
@@ -154,10 +158,14 @@ def evolve(
 @app.command("run", context_settings=PASS_ON)
 def run_command(
     context: typer.Context,
-    command: Annotated[str, typer.Option(help="Your script; it gets the path of a parameter JSON file as last argument.")],
+    command: Annotated[
+        str, typer.Option(help="Your script; it gets the path of a parameter JSON file as last argument.")
+    ],
     space: Annotated[Path, typer.Option(help="YAML file with the search space.")],
     metric: Annotated[str, typer.Option(help="Dotted path of the metric in the JSON file the script writes.")],
-    direction: Annotated[Direction, typer.Option(help="Whether the metric is to grow or to shrink.")] = Direction.maximise,
+    direction: Annotated[
+        Direction, typer.Option(help="Whether the metric is to grow or to shrink.")
+    ] = Direction.maximise,
     run: Annotated[str, typer.Option(help="Name of the run; the same name resumes or extends it.")] = "default",
     generations: Annotated[int, typer.Option(min=1)] = 3,
     population: Annotated[int, typer.Option(min=1)] = 2,
