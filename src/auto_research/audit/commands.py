@@ -172,6 +172,26 @@ def receipts_main(arguments: Sequence[str] | None = None) -> int:
     return 0 if written and not refused else 1
 
 
+def evidence_main(arguments: Sequence[str] | None = None) -> int:
+    """Check the committed receipts against the cards; prints the state of each card that requires one."""
+    flags = argparse.ArgumentParser(
+        description="Check that every card that requires a GPU validation has its evidence."
+    )
+    flags.add_argument("--folder", type=Path, help="receipts; default docs/gpu-validations of the checkout")
+    flags.add_argument("--debug", action="store_true", help="show tracebacks")
+    options = flags.parse_args(arguments)
+    show_tracebacks(options.debug)
+    from auto_research.audit import receipts
+
+    cards = discover(code_root())
+    found = receipts.evidence_problems(cards, options.folder or code_root() / receipts.FOLDER)
+    for key, state in receipts.validation_states(cards).items():
+        print(f"{key}: {'not yet run on a GPU (pending)' if state == receipts.PENDING else state or 'nothing'}")
+    for problem in found:
+        print(f"error: {problem}", file=sys.stderr)
+    return 2 if found else 0
+
+
 def _session_flags() -> argparse.ArgumentParser:
     flags = _graph_flags("Audit adapters on one device without Snakemake; every row is on disk at once.")
     flags.add_argument("--output", type=Path, default=Path("results/gpu-audit/audit.json"), help="rows of this audit")
@@ -231,7 +251,7 @@ def _graph(options: argparse.Namespace, cards: dict[str, Card], device: str | No
 def _existing_rows(graph: AuditGraph) -> list[dict]:
     """The row of each adapter, else its failure record; stale passes do not count."""
     rows = []
-    for key in graph.keys():
+    for key in graph:
         path = next((path for path in (graph.row(key), graph.failure(key)) if path.is_file()), None)
         if path is not None:
             rows.append(records.read_row(path))
