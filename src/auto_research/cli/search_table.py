@@ -49,7 +49,7 @@ def _plain(*columns: str) -> Table:
     table = Table(box=None, pad_edge=False)
     for index, name in enumerate(columns):
         table.add_column(
-            name, justify="left" if index < 3 and len(columns) == 6 or index == 0 else "right", overflow="fold"
+            name, justify="left" if (index < 3 and len(columns) == 6) or index == 0 else "right", overflow="fold"
         )
     return table
 
