@@ -1,0 +1,66 @@
+"""Errors inside the backward pass.
+
+Nodes of a foreign device run on the engine's own thread under a stream guard. When a Python exception unwinds
+through that guard, the guard asks the Python backend for its device type while the exception is pending, and the
+process aborts (torch 2.13). So an operator that fails there hands back something that PyTorch cannot convert, which
+makes PyTorch raise its own C++ error, and the true exception is raised again when the engine returns. A tensor hook
+that fails is treated alike. Hooks on graph nodes and on saved tensors are not reached: an error there still aborts.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+_held: list[BaseException] = []
+
+
+class _Unconvertible:
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __repr__(self) -> str:
+        return f"<{type(self.error).__name__}: {self.error}>"
+
+
+def hold(error: BaseException):
+    """Keep `error` for the caller of backward; the answer makes the engine stop."""
+    _held.append(error)
+    return _Unconvertible(error)
+
+
+def guarded(hook):
+    """`hook`, whose error is kept for the caller of backward; the gradient passes unchanged in the meantime."""
+
+    @functools.wraps(hook)
+    def run_hook(gradient):
+        try:
+            return hook(gradient)
+        except Exception as error:
+            _held.append(error)
+            return None
+
+    return run_hook
+
+
+def install() -> None:
+    """Make `torch.autograd` raise the kept error in the place of the engine's."""
+    engine = torch.autograd.graph._engine_run_backward
+
+    @functools.wraps(engine)
+    def run_backward(*args, **kwargs):
+        _held.clear()
+        try:
+            out = engine(*args, **kwargs)
+        except RuntimeError:
+            if not _held:
+                raise
+        if _held:
+            first = _held[0]
+            _held.clear()
+            raise first
+        return out
+
+    torch.autograd.graph._engine_run_backward = run_backward
+    torch.autograd._engine_run_backward = run_backward
