@@ -1,6 +1,6 @@
 """Targets: all, reproduce_<key>, reproduce_all, evolve_<track>, audit_all, site. Rules live in rules/.
 
-    snakemake reproduce_rankmixer --config tier=smoke
+snakemake reproduce_rankmixer --config tier=smoke
 """
 
 from pathlib import Path
@@ -21,7 +21,6 @@ wildcard_constraints:
 include: "rules/common.smk"
 include: "rules/data.smk"
 include: "rules/reproduce.smk"
-include: "rules/report.smk"
 
 
 if (Path(workflow.basedir) / "rules" / "evolve.smk").is_file():
@@ -32,6 +31,9 @@ if (Path(workflow.basedir) / "rules" / "evolve.smk").is_file():
 if (Path(workflow.basedir) / "rules" / "audit.smk").is_file():
 
     include: "rules/audit.smk"
+
+
+include: "rules/report.smk"
 
 
 rule all:

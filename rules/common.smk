@@ -1,11 +1,9 @@
-"""Configuration, cards, fingerprints and input functions of all rules. Holds no rule.
+"""Configuration, cards, fingerprints and input functions of the workflow.
 
-For the other rule files: ROOT, PYTHON, SCRIPTS, CARDS, FINGERPRINTS, DEVICE, THREADS, GPU, SEEDS, `setting(name)`,
-`refuse(text)`, `partial_summary(command)`.
+Other .smk files find here: ROOT, PYTHON, SCRIPTS, CARDS, FINGERPRINTS, DEVICE, THREADS, GPU, DATASET_DIR, OFFLINE, SEEDS,
+`setting(name)`, `refuse(text)`, `checked(function, ...)`, `gpu_of(device)`, `partial_summary(command)`.
 """
 
-import fcntl
-import os
 import shlex
 import subprocess
 import sys
@@ -14,61 +12,11 @@ from pathlib import Path
 from auto_research.experiment.card import discover
 from auto_research.experiment.commands import parse_seeds
 from auto_research.experiment.fingerprint import Fingerprints
+from auto_research.experiment.graph import checked, gpu_of, hold_run_lock, machine, refuse
 from auto_research.experiment.layout import Layout
 from auto_research.experiment.stages import Stage, input_files
-from auto_research.runtime.devices import check_device_text
-from auto_research.runtime.errors import UserError
-from auto_research.runtime.files import canonical_json
-from auto_research.runtime.paths import code_root
+from auto_research.runtime.paths import config_dir
 from auto_research.runtime.schema import load_yaml, validate
-
-
-def refuse(text):
-    """One line on stderr and exit code 2: the person's mistake, found while the Snakefile is read."""
-    print(f"error: {' '.join(str(text).split())}", file=sys.stderr, flush=True)
-    raise SystemExit(2)
-
-
-def checked(function, *arguments):
-    """Call, with a user's error turned into `refuse`."""
-    try:
-        return function(*arguments)
-    except UserError as error:
-        refuse(error)
-
-
-def hold_run_lock():
-    """Delete locks of a run that was killed; keep a shared lock for as long as this process lives.
-
-    Snakemake leaves `.snakemake/locks` behind after kill -9. Whoever gets the file lock exclusively knows that no run is
-    alive. The handle must stay open, so the caller keeps it.
-    """
-    if not workflow.is_main_process or {"-n", "--dry-run", "--dryrun"} & set(sys.argv):
-        return None
-    folder = Path(".snakemake")
-    try:
-        folder.mkdir(exist_ok=True)
-        handle = open(folder / "run.lock", "a")
-    except OSError as error:
-        refuse(f"cannot write {error.filename}: {error.strerror}; work in a writable folder")
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        for stale in (folder / "locks").glob("*.lock"):
-            stale.unlink()  # files only: Snakemake needs the folder
-    except BlockingIOError:
-        pass  # somebody is alive: Snakemake's own lock decides
-    fcntl.flock(handle, fcntl.LOCK_SH)
-    return handle
-
-
-def find_root():
-    """Code root, also exported to every job. A working directory without adapters uses this Snakefile's checkout."""
-    here = Path.cwd().resolve()
-    if not any((folder / "adapters" / "__init__.py").is_file() for folder in (here, *here.parents)):
-        os.environ.setdefault("AUTO_RESEARCH_ROOT", str(Path(workflow.basedir).resolve()))
-    root = code_root()
-    os.environ["AUTO_RESEARCH_ROOT"] = str(root)
-    return root
 
 
 def setting(name, default=None):
@@ -78,39 +26,22 @@ def setting(name, default=None):
 
 
 checked(validate, config, "config", "config")
-ROOT = checked(find_root)
-PYTHON = sys.executable
-SCRIPTS = str(Path(workflow.basedir) / "scripts")
-RUN_LOCK = hold_run_lock()
+MACHINE = checked(machine, config, Path(workflow.basedir)).export()
+ROOT, PYTHON, SCRIPTS, DATASET_DIR, OFFLINE = (
+    MACHINE.root,
+    MACHINE.python,
+    MACHINE.scripts,
+    MACHINE.dataset_dir,
+    MACHINE.offline,
+)
+DEVICE, THREADS, GPU = MACHINE.device, MACHINE.threads, MACHINE.gpu
+RUN_LOCK = hold_run_lock(workflow.is_main_process)
 CARDS = checked(discover, ROOT)
 FINGERPRINTS = Fingerprints(ROOT, CARDS)
 TIER = config["tier"]
 SEEDS = checked(parse_seeds, setting("seeds"))
-DEVICE = checked(
-    check_device_text,
-    setting("device") or os.environ.get("AUTO_RESEARCH_DEVICE") or setting("default_device", "auto"),
-)
-THREADS = int(setting("cpu_threads") or os.environ.get("AUTO_RESEARCH_CPU_THREADS") or setting("default_cpu_threads", 2))
-DATASET_DIR = str(setting("dataset_dir") or os.environ.get("AUTO_RESEARCH_DATASET_DIR") or "data")
-OFFLINE = "--offline" if setting("offline", False) else ""
 TARGET_OF = {key: f"reproduce_{card.module}" for key, card in CARDS.items()}
 PARTIAL_SUMMARIES = []
-
-if OFFLINE:
-    os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"
-
-
-def gpu_of(device):
-    """The `gpu` resource of a job on this device text; auto counts where a CUDA device node exists."""
-    return int(device.startswith("cuda") or (device == "auto" and Path("/dev/nvidia0").exists()))
-
-
-GPU = gpu_of(DEVICE)
-
-
-def checked_fingerprint(function, *arguments):
-    """A fingerprint, or one line and exit code 2 when a source file does not parse."""
-    return checked(function, *arguments)
 
 
 # Reproduction -------------------------------------------------------------------------------------------------------
@@ -196,7 +127,7 @@ DATA_CODE = {
     "sequences": ("auto_research.data.sequences",),
     "requests": ("auto_research.data.requests",),
 }
-DATASETS = checked(load_yaml, ROOT / "config" / "datasets.yaml") if (ROOT / "config" / "datasets.yaml").is_file() else {}
+DATASETS = checked(load_yaml, config_dir() / "datasets.yaml")
 
 
 def canonical_fingerprint(wildcards):
@@ -221,8 +152,8 @@ def reproduce_partials():
     for folder in sorted(Path("results/reproduce").glob("*/*/*/failures")):
         key, tier, dataset = folder.parts[-4:-1]
         if key in CARDS:
-            command = [PYTHON, f"{SCRIPTS}/compare_arms.py", "--adapter", key, "--tier", tier, "--dataset", dataset]
-            yield [*command, "--partial", *(["--seeds", seeds_text(None)] if SEEDS else [])]
+            flags = f"--adapter {key} --tier {tier} --dataset {dataset} --partial".split()
+            yield [PYTHON, f"{SCRIPTS}/compare_arms.py", *flags, *(["--seeds", seeds_text(None)] if SEEDS else [])]
 
 
 def write_partial_summaries():
@@ -230,4 +161,25 @@ def write_partial_summaries():
     for command in [*reproduce_partials(), *PARTIAL_SUMMARIES]:
         finished = subprocess.run(command, capture_output=True, text=True, check=False)
         text = (finished.stdout if finished.returncode == 0 else finished.stderr).strip()
-        print(f"{'partial summary:' if finished.returncode == 0 else shlex.join(command)} {text}", file=sys.stderr)
+        print(
+            f"{'partial summary:' if finished.returncode == 0 else shlex.join(command)} {text}",
+            file=sys.stderr,
+        )
+
+
+# Site ---------------------------------------------------------------------------------------------------------------
+
+
+def site_inputs(wildcards):
+    """What the pages show: the results, boards and audits that exist when the Snakefile is read."""
+    patterns = (
+        "results/reproduce/*/*/*/result.json",
+        "results/evolve/*/*/final/*/report.json",
+        "results/audit/*/summary.json",
+    )
+    return sorted(str(path) for pattern in patterns for path in Path().glob(pattern))
+
+
+def site_fingerprint(wildcards):
+    code = checked(FINGERPRINTS.code, "auto_research.report.site", "auto_research.report.published")
+    return FINGERPRINTS.combine(code, {key: card.facts for key, card in CARDS.items()})[:32]

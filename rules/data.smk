@@ -6,15 +6,15 @@ rule canonical:
         "results/data/{dataset}/canonical/manifest.json",
     log:
         "results/data/{dataset}/logs/canonical.log",
-    params:
-        fingerprint=canonical_fingerprint,
     conda:
         "../envs/cpu.yaml"
+    params:
+        fingerprint=canonical_fingerprint,
     message:
         "fetching and preparing {wildcards.dataset}"
     shell:
-        "exec {PYTHON:q} {SCRIPTS:q}/prepare_data.py --dataset {wildcards.dataset} --table canonical"
-        " --dataset-dir {DATASET_DIR:q} {OFFLINE} > {log} 2>&1"
+        'exec "$AUTO_RESEARCH_PYTHON" "$AUTO_RESEARCH_SCRIPTS"/prepare_data.py --dataset {wildcards.dataset} --table canonical'
+        " > {log} 2>&1"
 
 
 rule table:
@@ -24,14 +24,14 @@ rule table:
         "results/data/{dataset}/{table}/manifest.json",
     log:
         "results/data/{dataset}/logs/{table}.log",
-    params:
-        fingerprint=table_fingerprint,
     wildcard_constraints:
         table="sequences|requests",
     conda:
         "../envs/cpu.yaml"
+    params:
+        fingerprint=table_fingerprint,
     message:
         "building {wildcards.table} of {wildcards.dataset}"
     shell:
-        "exec {PYTHON:q} {SCRIPTS:q}/prepare_data.py --dataset {wildcards.dataset} --table {wildcards.table}"
-        " --dataset-dir {DATASET_DIR:q} {OFFLINE} > {log} 2>&1"
+        'exec "$AUTO_RESEARCH_PYTHON" "$AUTO_RESEARCH_SCRIPTS"/prepare_data.py --dataset {wildcards.dataset} --table {wildcards.table}'
+        " > {log} 2>&1"

@@ -8,18 +8,18 @@ rule artifact:
         "results/reproduce/{key}/{tier}/{dataset}/seed{seed}/artifacts/{artifact}/manifest.json",
     log:
         "results/reproduce/{key}/{tier}/{dataset}/seed{seed}/logs/artifact-{artifact}.log",
-    params:
-        fingerprint=artifact_fingerprint,
+    conda:
+        "../envs/cpu.yaml"
     threads: THREADS
     resources:
         gpu=GPU,
-    conda:
-        "../envs/cpu.yaml"
+    params:
+        fingerprint=artifact_fingerprint,
     message:
         "{wildcards.key} {wildcards.tier}: artifact {wildcards.artifact}, seed {wildcards.seed}"
     shell:
-        "exec {PYTHON:q} {SCRIPTS:q}/run_artifact.py --adapter {wildcards.key} --artifact {wildcards.artifact}"
-        " --tier {wildcards.tier} --dataset {wildcards.dataset} --seed {wildcards.seed} --device {DEVICE}"
+        'exec "$AUTO_RESEARCH_PYTHON" "$AUTO_RESEARCH_SCRIPTS"/run_artifact.py --adapter {wildcards.key} --artifact {wildcards.artifact}'
+        " --tier {wildcards.tier} --dataset {wildcards.dataset} --seed {wildcards.seed}"
         " --cpu-threads {threads} --fingerprint {params.fingerprint} --log {log} > {log} 2>&1"
 
 
@@ -30,18 +30,18 @@ rule arm:
         "results/reproduce/{key}/{tier}/{dataset}/seed{seed}/arms/{arm}.json",
     log:
         "results/reproduce/{key}/{tier}/{dataset}/seed{seed}/logs/arm-{arm}.log",
-    params:
-        fingerprint=arm_fingerprint,
+    conda:
+        "../envs/cpu.yaml"
     threads: THREADS
     resources:
         gpu=GPU,
-    conda:
-        "../envs/cpu.yaml"
+    params:
+        fingerprint=arm_fingerprint,
     message:
         "{wildcards.key} {wildcards.tier}: arm {wildcards.arm}, seed {wildcards.seed}"
     shell:
-        "exec {PYTHON:q} {SCRIPTS:q}/run_arm.py --adapter {wildcards.key} --arm {wildcards.arm}"
-        " --tier {wildcards.tier} --dataset {wildcards.dataset} --seed {wildcards.seed} --device {DEVICE}"
+        'exec "$AUTO_RESEARCH_PYTHON" "$AUTO_RESEARCH_SCRIPTS"/run_arm.py --adapter {wildcards.key} --arm {wildcards.arm}'
+        " --tier {wildcards.tier} --dataset {wildcards.dataset} --seed {wildcards.seed}"
         " --cpu-threads {threads} --fingerprint {params.fingerprint} --log {log} > {log} 2>&1"
 
 
@@ -66,15 +66,15 @@ rule compare:
         ),
     log:
         "results/reproduce/{key}/{tier}/{dataset}/logs/compare.log",
+    conda:
+        "../envs/cpu.yaml"
     params:
         fingerprint=compare_fingerprint,
         seeds=seeds_text,
-    conda:
-        "../envs/cpu.yaml"
     message:
         "{wildcards.key} {wildcards.tier}: comparing arms"
     shell:
-        "exec {PYTHON:q} {SCRIPTS:q}/compare_arms.py --adapter {wildcards.key} --tier {wildcards.tier}"
+        'exec "$AUTO_RESEARCH_PYTHON" "$AUTO_RESEARCH_SCRIPTS"/compare_arms.py --adapter {wildcards.key} --tier {wildcards.tier}'
         " --dataset {wildcards.dataset} --seeds '{params.seeds}' --fingerprint {params.fingerprint}"
         " --log {log} > {log} 2>&1"
 
