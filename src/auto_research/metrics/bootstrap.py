@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 RESAMPLES = 2000
 LEVELS = (2.5, 97.5)
-CELLS_PER_CHUNK = 4_000_000
+CELLS_PER_CHUNK = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def paired_cluster_mean(
     return _interval(difference.mean(), np.concatenate(samples))
 
 
-class _WeightedAuc:
+class WeightedAuc:
     """AUC of fixed scores under many row weightings at once; ties count half."""
 
     def __init__(self, label: np.ndarray, score: np.ndarray):
@@ -91,10 +91,28 @@ class _WeightedAuc:
         return np.divide(wins, pairs, out=np.full_like(wins, np.nan), where=pairs > 0)
 
 
-def _mean_auc(label: np.ndarray, scores: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
-    """Function of weights [c, N] giving the AUC averaged over the rows of scores [S, N]."""
-    parts = [_WeightedAuc(label, score) for score in scores]
-    return lambda weights: sum(part(weights) for part in parts) / len(parts)
+class _Wins:
+    """Won pairs between users: how many (positive of u, negative of v) pairs a score orders rightly, ties half."""
+
+    def __init__(self, user: np.ndarray, label: np.ndarray, score: np.ndarray):
+        """user: int[N], numbered from 0; label: bool[N]; score: float[N]."""
+        _, group = np.unique(score, return_inverse=True)
+        self.n_groups, self.n_users = int(group.max()) + 1, int(user.max()) + 1
+        self.negative_user, self.negative_group = user[~label], group[~label]
+        order = np.argsort(user[label], kind="stable")
+        self.positive_group = group[label][order]
+        self.owners, self.starts = np.unique(user[label][order], return_index=True)
+
+    def columns(self, first: int, stop: int) -> np.ndarray:
+        """float64[n_users, stop - first]: wins of every user's positives over the negatives of users first..stop."""
+        width = stop - first
+        inside = (self.negative_user >= first) & (self.negative_user < stop)
+        cell = self.negative_group[inside] * width + self.negative_user[inside] - first
+        equal = np.bincount(cell, minlength=self.n_groups * width).reshape(self.n_groups, width).astype(np.float64)
+        below = np.cumsum(equal, axis=0) - 0.5 * equal
+        wins = np.zeros((self.n_users, width))
+        wins[self.owners] = np.add.reduceat(below[self.positive_group], self.starts, axis=0)
+        return wins
 
 
 def paired_auc(
@@ -107,17 +125,25 @@ def paired_auc(
 ) -> Interval:
     """AUC(a) - AUC(b) over rows [N], resampling whole users; scores [N], or [S, N] whose S AUCs (seeds) are averaged.
 
+    With D[u, v] = won pairs of a minus those of b between users u and v, and c the times each user is drawn, a
+    resample's difference is c'Dc / ((c . positives) (c . negatives)): exact, and one matrix product for all resamples.
     Raises ValueError when only one label occurs.
     """
     label = np.asarray(label) > 0.5
     if label.all() or not label.any():
         raise ValueError("AUC needs both labels")
     _, code = np.unique(user, return_inverse=True)
-    auc_a, auc_b = (_mean_auc(label, np.atleast_2d(np.asarray(s, dtype=np.float64))) for s in (score_a, score_b))
-    samples = []
-    for counts in _draws(int(code.max()) + 1, resamples, seed, len(label)):
-        weights = counts[:, code]
-        samples.append(auc_a(weights) - auc_b(weights))
-    samples = np.concatenate(samples)
-    ones = np.ones((1, len(label)))
-    return _interval(float((auc_a(ones) - auc_b(ones))[0]), samples[np.isfinite(samples)])
+    sides = [np.atleast_2d(np.asarray(scores, dtype=np.float64)) for scores in (score_a, score_b)]
+    wins = [(_Wins(code, label, s), sign / len(side)) for side, sign in zip(sides, (1, -1), strict=True) for s in side]
+    users = int(code.max()) + 1
+    counts = np.concatenate(list(_draws(users, resamples, seed, users)))
+    won, total = np.zeros(resamples), 0.0
+    width = max(1, CELLS_PER_CHUNK // len(label))
+    for first in range(0, users, width):
+        stop = min(users, first + width)
+        difference = sum(part.columns(first, stop) * weight for part, weight in wins)
+        won += ((counts @ difference) * counts[:, first:stop]).sum(axis=1)
+        total += difference.sum()
+    positives, negatives = np.bincount(code, weights=label), np.bincount(code, weights=~label)
+    pairs = (counts @ positives) * (counts @ negatives)
+    return _interval(total / (positives.sum() * negatives.sum()), won[pairs > 0] / pairs[pairs > 0])
