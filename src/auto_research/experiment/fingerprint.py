@@ -24,6 +24,7 @@ from auto_research.runtime.files import canonical_json, sha256_bytes, sha256_fil
 
 STAGES = "auto_research.experiment.stages"
 COMPARE = "auto_research.results.compare"
+NEVER_IN_RESULTS = "auto_research.shadow"  # a test device: no number on a real device depends on it
 _NOT_CODE = {".py", ".pyc", ".md"}
 
 
@@ -68,6 +69,7 @@ class Fingerprints:
             if unknown:
                 raise ConfigError(f"no module {unknown[0]} below {self.root}")
             found = set(modules).union(*(self.graph.find_upstream_modules(name) for name in modules))
+            found = {name for name in found if not name.startswith(NEVER_IN_RESULTS)}
             found |= {name.rsplit(".", depth)[0] for name in found for depth in range(1, name.count(".") + 1)}
             self._closures[modules] = frozenset(found)
         return self._closures[modules]
@@ -114,7 +116,9 @@ def tree_hash(path: Path) -> str:
     except SyntaxError as error:
         raise ConfigError(f"{path} line {error.lineno}: {error.msg}") from error
     for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and _has_docstring(node):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and _has_docstring(
+            node
+        ):
             node.body = node.body[1:]
     return sha256_bytes(ast.dump(tree).encode())
 

@@ -63,13 +63,14 @@ def input_files(stage: Stage) -> dict[str, Path]:
     return files
 
 
-def input_hashes(stage: Stage) -> dict[str, str]:
-    """sha256 of every input file; of the tuning seed's arm only the chosen hyperparameters count.
+def input_hashes(stage: Stage, files: dict[str, Path] | None = None) -> dict[str, str]:
+    """sha256 of every input file (default: all of `input_files`); of the tuning seed's arm only the chosen
+    hyperparameters count.
 
     Raises DataMissing naming the first absent file.
     """
     hashes = {}
-    for name, path in input_files(stage).items():
+    for name, path in (input_files(stage) if files is None else files).items():
         if not path.is_file():
             raise DataMissing(f"{stage.card.key} {stage.name}: input {path} does not exist; make it first")
         chosen = read_json(path)["measurement"]["hyperparameters"] if name == "tuned" else None

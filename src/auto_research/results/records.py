@@ -66,14 +66,12 @@ def check_current(stage: Stage, fingerprints: Fingerprints) -> dict[str, Any]:
             f"now {current[:8]}): delete it and run the same command again"
         )
     present = {name: path for name, path in input_files(stage).items() if path.is_file()}
-    if len(present) == len(record["inputs"]):
-        hashes = input_hashes(stage)
-        changed = [name for name in present if hashes[name] != record["inputs"].get(name)]
-        if changed:
-            raise StaleOutput(
-                f"{stage.output} was made from another {changed[0]} than the present one: delete it and run the same "
-                "command again"
-            )
+    changed = [name for name, sha in input_hashes(stage, present).items() if sha != record["inputs"].get(name)]
+    if changed:
+        raise StaleOutput(
+            f"{stage.output} was made from another {changed[0]} than the present one: delete it and run the same "
+            "command again"
+        )
     for name in stage.card.needs(stage.kind, stage.name)[1]:
         if name in present:
             check_current(Stage(stage.card, stage.layout, "artifact", name, stage.seed), fingerprints)
