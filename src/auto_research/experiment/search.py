@@ -139,7 +139,8 @@ class TrialRequest:
     """One training of one genome with one seed.
 
     ``genome`` is the effective genome, ``config`` the frozen request, ``dev`` the folder with training and validation data,
-    ``state`` a private folder for resumable state. ``micro_batch`` is None or the number of requests per backward pass.
+    ``state`` a private folder for resumable state. ``accumulate`` is the number of backward passes per optimiser step (2 after
+    an out-of-memory error: half the micro-batch, same effective batch).
     ``progress(done, total, **values)`` may be called at any time.
     """
 
@@ -148,7 +149,7 @@ class TrialRequest:
     seed: int
     dev: Path
     state: Path
-    micro_batch: int | None = None
+    accumulate: int = 1
     device: str | None = None
     threads: int | None = None
     progress: Callable[..., None] = lambda done, total, **values: None
