@@ -6,12 +6,22 @@ import threading
 
 import torch
 
+from auto_research.runtime.errors import DeviceUnavailable
+from auto_research.shadow import (
+    autocast,
+    backend,
+    dispatch,
+    factories,
+    failures,
+    generators,
+    lapack,
+    moving,
+    recurrent,
+    tensor,
+)
+
 _lock = threading.Lock()
 _libraries: list[torch.library.Library] = []
-
-
-class ShadowUnavailable(RuntimeError):
-    """This PyTorch cannot host a Python backend, or another backend has taken the PrivateUse1 key."""
 
 
 def is_active() -> bool:
@@ -22,35 +32,26 @@ def is_active() -> bool:
 def activate() -> None:
     """Register device `shadow` (one, index 0) with PyTorch; a second call does nothing.
 
-    Raises ShadowUnavailable where PyTorch has no Python-backend hooks (they came after 2.7) or the key is taken.
+    Raises DeviceUnavailable where PyTorch has no Python-backend hooks (they came after 2.7) or the key is taken.
     There is no way back: PyTorch lets a process name the key once.
     """
     with _lock:
         if _libraries:
             return
         _check_torch()
-        from auto_research.shadow import (
-            autocast,
-            backend,
-            dispatch,
-            factories,
-            failures,
-            generators,
-            lapack,
-            recurrent,
-            tensor,
-        )
 
         torch.utils.backend_registration._setup_privateuseone_for_python_backend("shadow", backend.as_module())
         tensor.bind(dispatch.run)
         library = torch.library.Library("aten", "IMPL")
         everything = torch.library.Library("_", "IMPL")
         everything.fallback(factories.fallback, "PrivateUse1")
+        everything.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
         factories.register(library)
         recurrent.register(library)
         autocast.register(library)
         generators.install()
         failures.install()
+        moving.install()
         _allow_foreach(tensor.ShadowTensor)
         lapack.follow_environment()
         _libraries.extend((library, everything))
@@ -59,12 +60,12 @@ def activate() -> None:
 def _check_torch() -> None:
     registration = torch.utils.backend_registration
     if not hasattr(registration, "_setup_privateuseone_for_python_backend"):
-        raise ShadowUnavailable(
+        raise DeviceUnavailable(
             f"device 'shadow' needs a PyTorch with Python backend hooks "
-            f"(torch.utils.backend_registration._setup_privateuseone_for_python_backend); found torch {torch.__version__}"
+            f"(torch.utils.backend_registration._setup_privateuseone_for_python_backend); found torch {str(torch.__version__).split("+")[0]}"
         )
     if torch._C._get_privateuse1_backend_name() != "privateuseone":
-        raise ShadowUnavailable(
+        raise DeviceUnavailable(
             f"device 'shadow' needs PyTorch's PrivateUse1 key, which backend "
             f"'{torch._C._get_privateuse1_backend_name()}' has taken in this process"
         )

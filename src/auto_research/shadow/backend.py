@@ -42,6 +42,19 @@ def set_device(device) -> None:
     _check_index(device)
 
 
+class device:
+    """`with torch.shadow.device(index):` for code that selects a card first; there is one."""
+
+    def __init__(self, index) -> None:
+        _check_index(index)
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *error) -> None:
+        return None
+
+
 def synchronize(device=None) -> None:
     """Nothing to wait for: every operator has finished when it returns."""
     _check_index(device)
@@ -119,6 +132,7 @@ def as_module() -> types.ModuleType:
     """A module object with the functions above, for `torch._register_device_module`."""
     made = types.ModuleType("torch.shadow", __doc__)
     for name, value in list(globals().items()):
-        if isinstance(value, types.FunctionType) and name not in ("as_module", "_check_index"):
+        public = isinstance(value, types.FunctionType) or value is device
+        if public and name not in ("as_module", "_check_index"):
             setattr(made, name, value)
     return made

@@ -227,8 +227,9 @@ def _attention_choice(func, args, kwargs):
     return run_plain(_plans[func], func, args, kwargs)
 
 
-@special("is_pinned")
-def _never_pinned(func, args, kwargs):
+@special("is_pinned", "_nested_tensor_from_mask_left_aligned")
+def _no(func, args, kwargs):
+    """No pinned memory, and no nested tensors: TransformerEncoder keeps its padded batch."""
     return False
 
 

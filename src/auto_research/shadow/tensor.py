@@ -13,6 +13,7 @@ DEVICE_NAME = "shadow"
 _make = torch.Tensor._make_wrapper_subclass
 _set_storage = torch.ops.aten.set_.source_Storage_storage_offset
 _get_data = torch.Tensor.data.__get__
+_storage = torch.Tensor.untyped_storage
 _set_data = torch.Tensor.data.__set__
 _device: torch.device | None = None
 
@@ -28,7 +29,7 @@ def shadow_device() -> torch.device:
 class ShadowTensor(torch.Tensor):
     """Wrapper subclass: sizes, strides, dtype and autograd outside, a CPU tensor `_value` inside.
 
-    Every operator that meets one comes to `dispatch.run`. The outside owns no memory: `data_ptr()` is 0.
+    Every operator that meets one comes to `dispatch.run`.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -48,16 +49,36 @@ class ShadowTensor(torch.Tensor):
 
     @data.setter
     def data(self, source):
+        if type(source) is not ShadowTensor:
+            self._leave(source)
+            return
         # The C++ setter copies sizes and dtype but knows nothing of `_value`.
         _set_data(self, source)
         self._value = source._value
         self._held = source._held
+
+    def _leave(self, source: torch.Tensor) -> None:
+        """Become the plain tensor or parameter `source`, gradient included; whoever holds `self` follows."""
+        gradient, self.grad = self.grad, None
+        plain = source.detach()
+        if getattr(self, "_is_param", False):
+            plain = torch.nn.Parameter(plain, self.requires_grad)
+        torch.utils.swap_tensors(self, plain)
+        if gradient is not None:
+            self.grad = gradient.to(source.device)
 
     def register_hook(self, hook):
         return super().register_hook(failures.guarded(hook))
 
     def register_post_accumulate_grad_hook(self, hook):
         return super().register_post_accumulate_grad_hook(failures.guarded(hook))
+
+    def untyped_storage(self):
+        # Identity of memory for those who look for ties (safetensors, transformers): views of one block agree.
+        return self._value.untyped_storage()
+
+    def data_ptr(self):
+        return self._value.data_ptr()
 
     def tolist(self):
         return self._value.tolist()
@@ -143,9 +164,7 @@ def refresh(outside: ShadowTensor) -> None:
     with torch.utils._mode_utils.no_dispatch():
         torch._C._set_meta_in_tls_dispatch_include(True)
         try:
-            _set_storage(
-                outside, outside.untyped_storage(), value.storage_offset(), list(value.size()), list(value.stride())
-            )
+            _set_storage(outside, _storage(outside), value.storage_offset(), list(value.size()), list(value.stride()))
         finally:
             torch._C._set_meta_in_tls_dispatch_include(before)
 
