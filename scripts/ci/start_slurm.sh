@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Starts a one-node Slurm cluster on loopback inside FOLDER, with a declared gpu:a30:1 whose device is a plain file.
 #
-#   scripts/ci/start_slurm.sh FOLDER        start; prints the lines to source (SLURM_CONF)
+#   scripts/ci/start_slurm.sh FOLDER        start; prints a line to evaluate (SLURM_CONF, PATH)
 #   scripts/ci/start_slurm.sh FOLDER stop   stop
 #
 # Needs Debian's slurm-wlm and munge. No accounting, no cgroups: jobs are tracked through /proc.
@@ -49,6 +49,10 @@ munged --force --key-file="$folder/munge.key" --socket="$folder/munge.sock" --pi
 touch "$folder/fake-a30"
 echo "Name=gpu Type=a30 File=$folder/fake-a30" >"$folder/gres.conf"
 : >"$folder/plugstack.conf"
+# The executor plugin strips SLURM_CONF inside a job, where its srun must still find this configuration.
+mkdir -p "$folder/bin"
+printf '#!/bin/sh\nSLURM_CONF=%s exec %s "$@"\n' "$folder/slurm.conf" "$(command -v srun)" >"$folder/bin/srun"
+chmod +x "$folder/bin/srun"
 cat >"$folder/slurm.conf" <<CONF
 ClusterName=loopback
 SlurmctldHost=$host(127.0.0.1)
@@ -81,7 +85,7 @@ GresTypes=gpu
 ReturnToService=2
 MinJobAge=600
 KillWait=3
-NodeName=$host NodeAddr=127.0.0.1 CPUs=4 RealMemory=8000 Gres=gpu:a30:1 State=UNKNOWN
+NodeName=$host NodeAddr=127.0.0.1 CPUs=4 RealMemory=32000 Gres=gpu:a30:1 State=UNKNOWN
 PartitionName=gpu Nodes=$host Default=YES MaxTime=INFINITE State=UP
 CONF
 export SLURM_CONF="$folder/slurm.conf"
@@ -90,7 +94,7 @@ slurmd -N "$host"
 
 for _ in $(seq 60); do
     if [ "$(sinfo -h -o %T 2>/dev/null | head -n 1)" = idle ]; then
-        echo "export SLURM_CONF=$folder/slurm.conf"
+        echo "export SLURM_CONF=$folder/slurm.conf PATH=$folder/bin:\$PATH"
         exit 0
     fi
     sleep 0.5

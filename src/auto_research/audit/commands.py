@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from auto_research.audit import records
-from auto_research.audit.graph import AuditGraph, audit_device, papers_of, stale_rows
+from auto_research.audit.graph import TIMEOUT_VARIABLE, AuditGraph, audit_device, papers_of, stale_rows
 from auto_research.experiment.card import TIERS, Card, discover, find_card
 from auto_research.experiment.commands import show_tracebacks
 from auto_research.runtime.errors import ConfigError
-from auto_research.runtime.paths import code_root
+from auto_research.runtime.paths import code_root, dataset_dir
 
 
 def session_main(arguments: Sequence[str] | None = None) -> int:
@@ -62,9 +63,11 @@ def row_main(arguments: Sequence[str] | None = None) -> int:
     flags.add_argument("--tier", default="smoke", choices=TIERS)
     flags.add_argument("--dataset", help="default: the card's")
     flags.add_argument("--seed", type=int, default=42)
-    flags.add_argument("--timeout-seconds", type=float, default=600.0, help="hard limit")
+    flags.add_argument("--timeout-seconds", type=float, help=f"hard limit; default {TIMEOUT_VARIABLE}, else 600")
     flags.add_argument("--cpu-threads", type=int)
-    flags.add_argument("--dataset-dir", default="data", help="folder of downloaded data sets")
+    flags.add_argument(
+        "--dataset-dir", help="folder of downloaded data sets; default AUTO_RESEARCH_DATASET_DIR or data"
+    )
     flags.add_argument("--data-root", type=Path, default=Path("results/data"), help="folder of prepared data sets")
     flags.add_argument("--fingerprint", help="recorded in the row; the hash of the sources when left out")
     flags.add_argument("--out", type=Path, required=True, help="the row")
@@ -82,11 +85,11 @@ def row_main(arguments: Sequence[str] | None = None) -> int:
         root=code_root(),
         device=options.device,
         tier=options.tier,
-        timeout=options.timeout_seconds,
+        timeout=options.timeout_seconds or float(os.environ.get(TIMEOUT_VARIABLE) or 600),
         data_root=options.data_root,
         logs=None,
         log_name=options.log,
-        dataset_dir=options.dataset_dir,
+        dataset_dir=str(dataset_dir(options.dataset_dir)),
         dataset=options.dataset,
         seed=options.seed,
         threads=options.cpu_threads,
@@ -108,7 +111,7 @@ def shard_main(arguments: Sequence[str] | None = None) -> int:
     graph = _graph(options, *_cards_with_fingerprints())
     if graph.index is None:
         raise ConfigError("--shard-index is missing: which shard?")
-    rows = [records.read_row(graph.row(key)) for key in graph.keys(graph.index)]
+    rows = [records.read_row(graph.row(key)) for key in graph.adapters(graph.index)]
     if stale := stale_rows(graph, rows):
         files = " ".join(str(graph.row(key)) for key in stale)
         raise ConfigError(f"rows made by other code or budgets: delete them and run again: rm {files}")
@@ -251,7 +254,7 @@ def _graph(options: argparse.Namespace, cards: dict[str, Card], device: str | No
 def _existing_rows(graph: AuditGraph) -> list[dict]:
     """The row of each adapter, else its failure record; stale passes do not count."""
     rows = []
-    for key in graph:
+    for key in graph.adapters():
         path = next((path for path in (graph.row(key), graph.failure(key)) if path.is_file()), None)
         if path is not None:
             rows.append(records.read_row(path))
@@ -266,6 +269,6 @@ def _document(graph: AuditGraph, rows: Sequence[dict], index: int | None) -> dic
         tier=graph.tier,
         shards=graph.shards,
         index=index,
-        expected=graph.keys(index),
+        expected=graph.adapters(index),
         skipped=graph.selection.skipped,
     )

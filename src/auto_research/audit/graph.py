@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,6 +17,7 @@ from auto_research.runtime.errors import ConfigError
 if TYPE_CHECKING:
     from auto_research.experiment.fingerprint import Fingerprints
 
+TIMEOUT_VARIABLE = "AUTO_RESEARCH_AUDIT_TIMEOUT_SECONDS"
 ROW_CODE = ("auto_research.audit.runner", "auto_research.audit.process")
 SUMMARY_CODE = ("auto_research.audit.records",)
 
@@ -73,13 +75,13 @@ class AuditGraph:
     def shard_file(self, index: int) -> Path:
         return self.folder / "shards" / f"{index}-of-{self.shards}.json"
 
-    def keys(self, index: int | None = None) -> tuple[str, ...]:
+    def adapters(self, index: int | None = None) -> tuple[str, ...]:
         """Adapters of one shard, of all shards when None."""
         return shard(self.selection.chosen, self.shards, index)
 
     def rows_of(self, index: int | None = None) -> list[str]:
         """Row files of one shard, or of all."""
-        return [str(self.row(key)) for key in self.keys(index)]
+        return [str(self.row(key)) for key in self.adapters(index)]
 
     def shard_files(self) -> list[str]:
         return [str(self.shard_file(index)) for index in range(self.shards)]
@@ -119,6 +121,11 @@ class AuditGraph:
         flags += ["--dataset", self.dataset] if self.dataset else []
         flags += ["--include-concept-demos"] if self.include_concept_demos else []
         return flags + (["--only-explicit-device-packages"] if self.only_explicit else [])
+
+
+def export_timeout(seconds: float) -> None:
+    """Hand the hard limit of a row to jobs by environment."""
+    os.environ[TIMEOUT_VARIABLE] = f"{seconds:g}"
 
 
 def papers_of(text: str | None) -> tuple[str, ...]:

@@ -5,8 +5,8 @@ import getpass
 import json
 import socket
 
+import audit_toys as toys
 import pytest
-import toys
 
 from auto_research.audit import receipts
 from auto_research.audit.privacy import problems
