@@ -6,6 +6,7 @@ import threading
 
 import torch
 
+from auto_research.runtime.devices import public_version
 from auto_research.runtime.errors import DeviceUnavailable
 from auto_research.shadow import (
     autocast,
@@ -39,7 +40,6 @@ def activate() -> None:
         if _libraries:
             return
         _check_torch()
-
         torch.utils.backend_registration._setup_privateuseone_for_python_backend("shadow", backend.as_module())
         tensor.bind(dispatch.run)
         library = torch.library.Library("aten", "IMPL")
@@ -62,7 +62,8 @@ def _check_torch() -> None:
     if not hasattr(registration, "_setup_privateuseone_for_python_backend"):
         raise DeviceUnavailable(
             f"device 'shadow' needs a PyTorch with Python backend hooks "
-            f"(torch.utils.backend_registration._setup_privateuseone_for_python_backend); found torch {str(torch.__version__).split("+")[0]}"
+            f"(torch.utils.backend_registration._setup_privateuseone_for_python_backend); "
+            f"found torch {public_version(torch.__version__)}"
         )
     if torch._C._get_privateuse1_backend_name() != "privateuseone":
         raise DeviceUnavailable(
