@@ -239,8 +239,8 @@ class RankMixer(nn.Module):
     def extra_loss(self) -> Tensor:
         """lambda * sum over layers of mean ReLU(h_infer), or the load-balance loss of top-k routing."""
         if routed := self._routed():
-            return self.controller.weight * torch.stack([layer.penalty for layer in routed]).sum()
-        balances = [b.channel.balance for b in self.blocks if isinstance(b.channel, TopKMoE)]
+            return self.controller.weight * torch.stack([layer.take_penalty() for layer in routed]).sum()
+        balances = [b.channel.take_balance() for b in self.blocks if isinstance(b.channel, TopKMoE)]
         return BALANCE_WEIGHT * torch.stack(balances).sum() if balances else self.heads.b2.new_zeros(())
 
     def after_step(self, step: int, total: int) -> None:

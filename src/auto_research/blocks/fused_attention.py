@@ -195,7 +195,7 @@ class _Scores(torch.autograd.Function):
         (gate1, gate2), (first, gated, second, gated2) = ctx.gates, ctx.kept
         rows = request_of.split(BLOCK)
         grads = grad.split(BLOCK)
-        length, width = events.shape[1:]
+        length = events.shape[1]
         valid = [mask[block].reshape(-1) for block in rows]
 
         sums2 = GateSums(gate2.alpha)

@@ -103,7 +103,7 @@ class ReluMoE(nn.Module):
         self.experts = Experts(tokens, width, experts, expansion)
         self.dropout = Dropout(dropout)
         self.serving = False
-        self.penalty: Tensor | None = None  # of the last training pass
+        self._penalty: Tensor | None = None  # of the last training pass
         self.active: Tensor | None = None  # share of open gates per token of the last 'infer' pass, [T]
 
     def gates(self, x: Tensor, route: str = "infer") -> Tensor:
@@ -116,9 +116,14 @@ class ReluMoE(nn.Module):
         if route == "infer":
             self.active = (gates.detach() > 0).float().mean(dim=(1, 2))
             if self.training:
-                self.penalty = torch.relu(self.h_infer(x.detach())).mean()
+                self._penalty = torch.relu(self.h_infer(x.detach())).mean()
         mix = self.experts.sparse if self.serving and not self.training else self.experts
         return self.dropout(mix(x, gates))
+
+    def take_penalty(self) -> Tensor:
+        """Penalty of the last training pass, once: a kept graph would hold memory and forbid copying the model."""
+        penalty, self._penalty = self._penalty, None
+        return penalty
 
     def export(self) -> None:
         """Drop h_train and serve by gathering active experts."""
@@ -145,7 +150,7 @@ class TopKMoE(nn.Module):
         self.experts = Experts(tokens, width, experts, expansion)
         self.k = min(TOP_K, experts)
         self.dropout = Dropout(dropout)
-        self.balance: Tensor | None = None
+        self._balance: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         p = torch.softmax(self.router(x), dim=2)  # (T, P, E)
@@ -153,8 +158,13 @@ class TopKMoE(nn.Module):
         gates = p * chosen
         if self.training:
             share = chosen.float().mean(dim=1) / self.k  # (T, E)
-            self.balance = (p.shape[2] * share * p.mean(dim=1)).sum(dim=1).mean()
+            self._balance = (p.shape[2] * share * p.mean(dim=1)).sum(dim=1).mean()
         return self.dropout(self.experts(x, gates / gates.sum(dim=2, keepdim=True)))
+
+    def take_balance(self) -> Tensor:
+        """Load-balance loss of the last training pass, once."""
+        balance, self._balance = self._balance, None
+        return balance
 
     def params(self) -> int:
         e = self.experts

@@ -1,0 +1,212 @@
+"""Stages of RankMixer: floors and baselines, the dense and sparse models, and their ablations.
+
+What makes an arm differ from `rankmixer_dense` is its `switch` in card.yaml; sizes are in the budget.
+"""
+
+import copy
+import time
+from dataclasses import fields
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from adapters.rankmixer.cross_ranker import CrossRanker, matched_hidden
+from adapters.rankmixer.model import RankMixer, RankMixerConfig
+from auto_research.baselines import bias as bias_baseline
+from auto_research.baselines import din as din_baseline
+from auto_research.baselines import gbdt as gbdt_baseline
+from auto_research.baselines import popularity as popularity_baseline
+from auto_research.blocks.token_mixing import UniMixer
+from auto_research.data.requests import RequestTable
+from auto_research.experiment.context import Context
+from auto_research.experiment.contract import Experiment, Measurement
+from auto_research.runtime.devices import device_for, synchronize
+from auto_research.train.ctr import load_requests, train_ctr
+
+experiment = Experiment("rankmixer")
+
+WARM_UP, TIMED = 5, 5
+TIMED_PAIRS = 1024
+CROSS_LAYERS = 3
+SPLIT_NOTE = (
+    "Split per user by time: item parameters may have seen later ratings of other users; history-free requests "
+    "(fewer than five earlier ratings) are not scored."
+)
+
+
+def config_of(ctx: Context) -> RankMixerConfig:
+    """Sizes from the budget, slots from the arm's switch."""
+    names = {f.name for f in fields(RankMixerConfig)}
+    values = {name: ctx.budget[name] for name in ctx.budget if name in names}
+    return RankMixerConfig(**(values | (ctx.switch or {})))
+
+
+def train(ctx: Context) -> Measurement:
+    device, table, config = device_for(ctx.device), load_requests(ctx), config_of(ctx)
+
+    def build(hyperparameters: dict[str, Any]) -> nn.Module:
+        return RankMixer(config, table.vocab, table.item_genres)
+
+    peak = partial(matmul_rate, device, ctx.budget.get("peak_matmul", 2048))
+    return finish(
+        train_ctr(ctx, build, device=device, table=table, inspect=partial(efficiency, device=device, peak=peak))
+    )
+
+
+def finish(measured: Measurement) -> Measurement:
+    measured.cost |= measured.extra.pop("efficiency", {})
+    measured.notes.append(SPLIT_NOTE)
+    return measured
+
+
+@lru_cache(maxsize=4)
+def matmul_rate(device: torch.device, size: int) -> float:
+    """FLOP/s of a float32 product of two size x size matrices, best of a few."""
+    a, b = torch.randn(size, size, device=device), torch.randn(size, size, device=device)
+    return 2 * size**3 / best_seconds(lambda: a @ b, device)
+
+
+def best_seconds(work, device: torch.device) -> float:
+    """Shortest of `TIMED` runs after `WARM_UP` runs; the device is synchronised around the clock."""
+    for _ in range(WARM_UP):
+        work()
+    shortest = float("inf")
+    for _ in range(TIMED):
+        synchronize(device)
+        started = time.perf_counter()
+        work()
+        synchronize(device)
+        shortest = min(shortest, time.perf_counter() - started)
+    return shortest
+
+
+@torch.no_grad()
+def efficiency(model: RankMixer, table: RequestTable, *, device: torch.device, peak) -> dict[str, Any]:
+    """Active-expert ratio per block and token, FLOPs per pair, MFU proxy, and the equality of sparse serving."""
+    e = torch.randn(TIMED_PAIRS, model.input.width, device=device)
+    seconds = best_seconds(lambda: model.rank(model.tokenizer(e)), device)
+    dense = model.flops(TIMED_PAIRS)
+    numbers = {
+        "dense_params": model.dense_params(),
+        "stack_flops_per_pair": dense / TIMED_PAIRS,
+        "mfu_proxy": dense / seconds / peak(),
+        "stack_pairs_per_s": TIMED_PAIRS / seconds,
+    }
+    extra: dict[str, Any] = {"efficiency": numbers}
+    requests = table.requests("test")[:256]
+    batch = table.batch(requests, history=model.config.history).to(device)
+    logits = model(batch)
+    if ratio := model.active_ratio():
+        served = copy.deepcopy(model).export()
+        numbers["active_expert_ratio"] = sum(map(sum, ratio)) / sum(map(len, ratio))
+        numbers["serving_flops_per_pair"] = _serving_flops(model, ratio)
+        numbers["serving_params"] = sum(p.numel() for p in served.parameters())
+        extra["active_expert_ratio"] = ratio  # [block][token]
+        extra["serving_difference"] = float((served(batch) - logits).abs().max())
+        extra["penalty_weight"] = float(model.controller.weight)
+    mixers = [block.mixer for block in model.blocks if isinstance(block.mixer, UniMixer)]
+    if mixers:
+        extra["sinkhorn_row_error"] = [mixer.row_error() for mixer in mixers]
+    return extra
+
+
+def _serving_flops(model: RankMixer, ratio: list[list[float]]) -> float:
+    """Forward FLOPs per pair when closed experts are skipped."""
+    skipped = sum(
+        block.channel.experts.flops(1) * (1 - sum(shares) / len(shares))
+        for block, shares in zip(model.blocks, ratio, strict=True)
+    )
+    return model.flops(1) - skipped
+
+
+@experiment.arm
+def bias(ctx: Context) -> Measurement:
+    return bias_baseline.run(ctx, device=device_for(ctx.device))
+
+
+@experiment.arm
+def popularity(ctx: Context) -> Measurement:
+    return popularity_baseline.run_requests(ctx, device=device_for(ctx.device))
+
+
+@experiment.arm
+def gbdt(ctx: Context) -> Measurement:
+    return gbdt_baseline.run(ctx, device=device_for(ctx.device))
+
+
+@experiment.arm
+def din(ctx: Context) -> Measurement:
+    return din_baseline.run(ctx, device=device_for(ctx.device))
+
+
+@experiment.arm
+def dcnv2_matched(ctx: Context) -> Measurement:
+    device, table, config = device_for(ctx.device), load_requests(ctx), config_of(ctx)
+    reference = RankMixer(config, table.vocab, table.item_genres)
+    target, inputs = reference.dense_params(), reference.input.width
+    hidden = matched_hidden(target, inputs, CROSS_LAYERS)
+
+    def build(hyperparameters: dict[str, Any]) -> nn.Module:
+        return CrossRanker(config, table.vocab, table.item_genres, layers=CROSS_LAYERS, hidden=hidden)
+
+    def sizes(model: CrossRanker, table: RequestTable) -> dict[str, Any]:
+        return {"efficiency": {"dense_params": model.dense_params(), "rankmixer_dense_params": target}}
+
+    return finish(train_ctr(ctx, build, device=device, table=table, inspect=sizes))
+
+
+@experiment.arm
+def attention_tokens(ctx: Context) -> Measurement:
+    return train(ctx)
+
+
+@experiment.arm
+def shared_ffn(ctx: Context) -> Measurement:
+    return train(ctx)
+
+
+@experiment.arm
+def shared_ffn_matched(ctx: Context) -> Measurement:
+    return train(ctx)
+
+
+@experiment.arm
+def no_mixing(ctx: Context) -> Measurement:
+    return train(ctx)
+
+
+@experiment.arm
+def rankmixer_dense(ctx: Context) -> Measurement:
+    return train(ctx)
+
+
+@experiment.arm
+def rankmixer_smoe_dtsi(ctx: Context) -> Measurement:
+    return train(ctx)
+
+
+@experiment.arm
+def rankmixer_smoe_dtsi_rho025(ctx: Context) -> Measurement:
+    return train(ctx)
+
+
+@experiment.arm
+def smoe_single_router(ctx: Context) -> Measurement:
+    return train(ctx)
+
+
+@experiment.arm
+def smoe_topk(ctx: Context) -> Measurement:
+    return train(ctx)
+
+
+@experiment.arm
+def shared_tokenizer(ctx: Context) -> Measurement:
+    return train(ctx)
+
+
+@experiment.arm
+def concat_head(ctx: Context) -> Measurement:
+    return train(ctx)
