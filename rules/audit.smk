@@ -7,6 +7,12 @@ The functions these rules name are in audit_functions.smk.
 include: "audit_functions.smk"
 
 
+# Seconds of joining JSON: not worth a place in a cluster's queue.
+localrules:
+    audit_shard,
+    audit_summary,
+
+
 rule audit_row:
     input:
         audit_data,

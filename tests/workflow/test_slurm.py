@@ -14,7 +14,7 @@ from audit_gate import GATED, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 START = ROOT / "scripts" / "ci" / "start_slurm.sh"
-DEADLINE = 400.0
+DEADLINE = 600.0
 
 pytestmark = [pytest.mark.slurm, pytest.mark.workflow]
 
@@ -72,7 +72,7 @@ def job_of(row: str, state: str, environment: dict) -> str | None:
 
 
 def test_a_cancelled_row_alone_is_repeated(tmp_path, slurm):
-    for key in ("alpha", "beta", "delta"):
+    for key in ("alpha", "beta"):
         audit_toys.plant(tmp_path / "root", key)
     audit_toys.plant(tmp_path / "root", "gamma", GATED)
     (tmp_path / "run").mkdir()
@@ -93,7 +93,7 @@ def test_a_cancelled_row_alone_is_repeated(tmp_path, slurm):
         assert run.wait(DEADLINE) == 1
     finally:
         run.kill()
-    assert sorted(path.stem for path in rows.glob("*.json")) == ["alpha", "beta", "delta"]
+    assert sorted(path.stem for path in rows.glob("*.json")) == ["alpha", "beta"]
     assert not (rows.parent / "summary.json").exists()
     assert (rows.parent / "summary.partial.json").is_file()
     before = {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in rows.glob("*.json")}
@@ -105,9 +105,9 @@ def test_a_cancelled_row_alone_is_repeated(tmp_path, slurm):
     finally:
         again.kill()
     log = (tmp_path / "second.log").read_text()
-    assert re.findall(r"audit on cpu: (alpha|beta|gamma|delta)$", log, re.MULTILINE) == ["gamma"]
+    assert re.findall(r"audit on cpu: (alpha|beta|gamma)$", log, re.MULTILINE) == ["gamma"]
     after = {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in rows.glob("*.json")}
     assert {name: after[name] for name in before} == before
-    assert sorted(after) == ["alpha.json", "beta.json", "delta.json", "gamma.json"]
+    assert sorted(after) == ["alpha.json", "beta.json", "gamma.json"]
     assert (rows.parent / "summary.json").is_file()
     assert sorted(path.name for path in (rows.parent / "shards").glob("*.json")) == ["0-of-2.json", "1-of-2.json"]

@@ -107,7 +107,7 @@ def test_a_vocabulary_does_not_shrink():
 
 def test_the_fault_is_real_auto_classes_need_the_type(tmp_path):
     tiny_bert(tmp_path)
-    with pytest.raises(ValueError, match="model_type|Unrecognized"):
+    with pytest.raises(ValueError, match=r"model_type|Unrecognized"):
         transformers.AutoModel.from_pretrained(tmp_path)
 
 
