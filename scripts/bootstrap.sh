@@ -61,6 +61,16 @@ bootstrap_make_venv() {
     bootstrap_fail "cannot make a virtual environment at $folder with $base: install its venv or pip package"
 }
 
+# A pip from before 2025 spends longer reading index pages than on everything else
+bootstrap_renew_pip() {
+    if "$1" -c 'import pip, sys; sys.exit(int(pip.__version__.split(".")[0]) < 25)'; then
+        return 0
+    fi
+    "$1" -m pip install --quiet --no-compile --disable-pip-version-check --no-input --upgrade \
+        --constraint "$BOOTSTRAP_ROOT/envs/constraints-$2.txt" pip >/dev/null 2>&1 ||
+        bootstrap_say "note: pip could not be renewed; going on with the older one"
+}
+
 # True when the index answers within a few seconds (a plain alarm also covers name resolution)
 bootstrap_index_answers() {
     "$1" - "$2" <<'PYTHON' >/dev/null 2>&1
@@ -124,6 +134,7 @@ bootstrap_install() {
             bootstrap_say "note: $index does not answer; torch comes from pip's own index (on Linux that may be the larger CUDA build)"
         fi
     fi
+    bootstrap_renew_pip "$python" "$platform"
     "$python" -m pip install "$@" 2>&1 | tee "$log" | bootstrap_follow
     if [ "${PIPESTATUS[0]}" -ne 0 ]; then
         grep -v '^WARNING: Location' "$log" | tail -n 5 >&2
