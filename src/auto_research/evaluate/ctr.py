@@ -36,15 +36,34 @@ class RatedScores:
     score: np.ndarray
 
 
-def model_scorer(model: nn.Module, device: torch.device) -> Scorer:
-    """Scorer of a model: eval mode, no gradient, batch moved to `device`."""
+class ModelScorer:
+    """Scorer of a model: eval mode, no gradient, batch moved to `device`.
 
-    def score(batch: RequestBatch) -> Tensor:
-        model.eval()
-        with torch.no_grad():
-            return model(batch.to(device))
+    A model with `prepare(batch) -> state` and `score(state, batch) -> logits` has the request's part computed once for
+    all chunks of its candidates.
+    """
 
-    return score
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self.model, self.device = model, device
+
+    @torch.no_grad()
+    def __call__(self, batch: RequestBatch) -> Tensor:
+        return self.model.eval()(batch.to(self.device))
+
+    @torch.no_grad()
+    def chunks(self, batch: RequestBatch, size: int) -> list[Tensor]:
+        """Logits of one request's candidates, `size` at a time."""
+        model = self.model.eval()
+        parts = split_pairs(batch, size)
+        if not (hasattr(model, "prepare") and hasattr(model, "score")):
+            return [model(part) for part in parts]
+        state = model.prepare(batch)
+        return [model.score(state, part) for part in parts]
+
+
+def model_scorer(model: nn.Module, device: torch.device) -> ModelScorer:
+    """Scorer of a model on a device."""
+    return ModelScorer(model, device)
 
 
 def rated_batches(
@@ -103,13 +122,12 @@ def rank_catalogue(
     spent = 0.0
     for index in range(len(tasks)):
         request = table.score_batch(int(tasks.request[index]), items, history=history)
-        parts = [part.to(device) for part in split_pairs(request, chunk)]
-        if index == 0:
-            for part in parts[:WARM_UP]:
-                score(part)
+        request = request.to(device)
+        for _ in range(WARM_UP if index == 0 and device.type != "cpu" else 0):
+            _score_chunks(score, request, chunk)
         synchronize(device)
         started = time.perf_counter()
-        logits = [score(part) for part in parts]
+        logits = _score_chunks(score, request, chunk)
         synchronize(device)
         spent += time.perf_counter() - started
         scores[index, 1:] = joint_score(np.concatenate([_array(part) for part in logits]))
@@ -122,6 +140,12 @@ def rank_catalogue(
         len(tasks) * len(items),
         spent,
     )
+
+
+def _score_chunks(score: Scorer, batch: RequestBatch, chunk: int) -> list:
+    if isinstance(score, ModelScorer):
+        return score.chunks(batch, chunk)
+    return [score(part) for part in split_pairs(batch, chunk)]
 
 
 def split_pairs(batch: RequestBatch, size: int) -> list[RequestBatch]:

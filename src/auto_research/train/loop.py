@@ -183,7 +183,8 @@ def _finish_epoch(model, plan: Plan, now: _Progress, validate, clock: _Clock, to
     entry: dict[str, float] = {"epoch": now.epoch, "step": now.step, "loss": loss_sum / max(1, now.index)}
     if validate and (over or now.epoch % plan.validate_every == 0):
         model.eval()
-        values = validate(model)
+        with torch.no_grad():
+            values = validate(model)
         clock.lap(now)
         bad = [name for name, value in values.items() if not math.isfinite(value)]
         if bad:
