@@ -143,14 +143,17 @@ bootstrap_install() {
 }
 
 bootstrap_environment() {
-    local folder="$1" platform="$2" extras="${3:-}" base stamp began
+    local folder="$1" platform="$2" extras="${3:-}" base stamp began present
     BOOTSTRAP_PYTHON="$folder/bin/python"
     if [ "${BOOTSTRAP_REINSTALL:-0}" != 1 ] && "$BOOTSTRAP_PYTHON" -c 'import pip' >/dev/null 2>&1; then
         stamp="$(bootstrap_stamp "$BOOTSTRAP_PYTHON" "$platform")" || return 2
-        if [ "$(sed -n 1p "$folder/auto-research.stamp" 2>/dev/null)" = "$stamp" ] &&
-            bootstrap_has_extras "$extras" "$(sed -n 2p "$folder/auto-research.stamp")"; then
-            bootstrap_say "environment: $folder (reused)"
-            return 0
+        if [ "$(sed -n 1p "$folder/auto-research.stamp" 2>/dev/null)" = "$stamp" ]; then
+            present="$(sed -n 2p "$folder/auto-research.stamp")"
+            if bootstrap_has_extras "$extras" "$present"; then
+                bootstrap_say "environment: $folder (reused)"
+                return 0
+            fi
+            extras="${present:+$present,}$extras"
         fi
     else
         base="$(bootstrap_find_python)" || return 2
