@@ -53,6 +53,12 @@ def test_restrict_keeps_sequences_and_grows_by_inclusion(sizes, users):
     assert (small.n_users, small.n_items) == (split.n_users, split.n_items)
 
 
+def test_restrict_takes_the_users_the_request_table_takes(movielens_100k):
+    split = LeaveTwoOut.load(movielens_100k / "sequences")
+    assert split.restrict(120).users.tolist() == sorted(fixed_user_order("movielens-100k", 943)[:120].tolist())
+    assert split.restrict(943) is split
+
+
 def test_unknown_split_is_refused():
     with pytest.raises(ConfigError, match="tset"):
         LeaveTwoOut.build(data_of([5])).history("tset", 0)
