@@ -87,8 +87,8 @@ def _head(cast: bool):
 
 def _gru(mend: bool):
     def step(device):
-        layer, states = nn.GRU(3, 4).to(device), torch.zeros(2, 4, 1, device=device)  # states [B, H, layers]
-        h = states.permute(2, 0, 1)
+        layer, states = nn.GRU(3, 4, num_layers=2).to(device), torch.zeros(2, 2, 4, device=device)
+        h = states.transpose(0, 1)  # kept as [B, layers, H]
         out, _ = layer(torch.ones(5, 2, 3, device=device), contiguous_state(h) if mend else h)
         out.sum().backward()
         return out

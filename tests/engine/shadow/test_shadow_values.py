@@ -224,7 +224,8 @@ def test_in_place_shape_changes_and_out_arguments_equal_cpu():
         view = x.transpose(1, 2)[0]
         view[0, 0] = 9.0
         x.transpose_(1, 2).squeeze_(0)
-        assert x.is_contiguous() and x[0, 0].item() == 9.0
+        assert x.is_contiguous()
+        assert x[0, 0].item() == 9.0
         buffer = torch.empty(2, device=device)
         buffer.resize_(3).fill_(1.0)
         return [x, out, view, buffer]
