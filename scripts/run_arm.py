@@ -1,6 +1,6 @@
 """Train and measure one arm with one seed: `.../seed<S>/arms/<arm>.json`. Resumes by itself after a kill.
 
-    python scripts/run_arm.py --adapter rankmixer --arm NAME --tier smoke --seed 42
+python scripts/run_arm.py --adapter rankmixer --arm NAME --tier smoke --seed 42
 """
 
 import sys

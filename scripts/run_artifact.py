@@ -1,6 +1,6 @@
 """Make one shared artifact of an adapter: `.../seed<S>/artifacts/<name>/`, its manifest.json last.
 
-    python scripts/run_artifact.py --adapter rankmixer --artifact NAME --tier smoke --seed 42
+python scripts/run_artifact.py --adapter rankmixer --artifact NAME --tier smoke --seed 42
 """
 
 import sys

@@ -83,19 +83,20 @@ def bench(tmp_path):
 
 
 @pytest.fixture(scope="session")
-def _finished(tmp_path_factory):
+def built(tmp_path_factory):
+    """A bench on which `reproduce_toy` at tier tiny has run, shared by all tests: read only."""
     base = tmp_path_factory.mktemp("finished")
     for name in ("work", "meet"):
         (base / name).mkdir()
     shutil.copytree(TOY_ROOT, base / "root", ignore=shutil.ignore_patterns("__pycache__"))
     made = Bench(base / "root", base / "work", base / "meet")
     made.snakemake("reproduce_toy", "--config", "tier=tiny")
-    return base
+    return made
 
 
 @pytest.fixture
-def finished(_finished, tmp_path):
-    """A bench on which `reproduce_toy` at tier tiny has run."""
+def finished(built, tmp_path):
+    """A copy of `built` to change."""
     for name in ("root", "work", "meet"):
-        shutil.copytree(_finished / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(getattr(built, name), tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     return Bench(tmp_path / "root", tmp_path / "work", tmp_path / "meet")

@@ -35,7 +35,7 @@ def measured(bench):
 
 
 @pytest.mark.parametrize("whole_tree", [True, False], ids=["whole-tree", "snakemake-only"])
-def test_a_killed_run_goes_on_where_it_was(bench, finished, whole_tree):
+def test_a_killed_run_goes_on_where_it_was(bench, built, whole_tree):
     process = start_and_wait_for(bench, 2)
     if whole_tree:
         os.killpg(process.pid, signal.SIGKILL)
@@ -50,7 +50,7 @@ def test_a_killed_run_goes_on_where_it_was(bench, finished, whole_tree):
     assert steps[:3] == [0, 1, 2]
     assert steps.count(0) == steps.count(1) == 1
     assert steps[-1] == 3
-    assert measured(bench) == measured(finished)
+    assert measured(bench) == measured(built)
 
 
 def test_a_second_live_run_of_the_same_target_is_refused(bench):
