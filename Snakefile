@@ -21,18 +21,8 @@ wildcard_constraints:
 include: "rules/common.smk"
 include: "rules/data.smk"
 include: "rules/reproduce.smk"
-
-
-if (Path(workflow.basedir) / "rules" / "evolve.smk").is_file():
-
-    include: "rules/evolve.smk"
-
-
-if (Path(workflow.basedir) / "rules" / "audit.smk").is_file():
-
-    include: "rules/audit.smk"
-
-
+include: "rules/evolve.smk"
+include: "rules/audit.smk"
 include: "rules/report.smk"
 
 

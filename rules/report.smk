@@ -20,4 +20,4 @@ rule site:
     message:
         "site: catalogue and leaderboards"
     shell:
-        "exec {PYTHON:q} {SCRIPTS:q}/build_site.py > {log} 2>&1"
+        'exec "$AUTO_RESEARCH_PYTHON" "$AUTO_RESEARCH_SCRIPTS"/build_site.py > {log} 2>&1'
