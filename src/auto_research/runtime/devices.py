@@ -128,14 +128,16 @@ def synchronize(device: torch.device) -> None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Peak bytes since `reset_peak_memory`: allocated device memory on CUDA, current driver memory on MPS (it keeps no
-    peak), resident host memory elsewhere (never reset on systems other than Linux)."""
+    """Peak bytes since `reset_peak_memory`: allocated device memory on CUDA and shadow, current driver memory on MPS (it
+    keeps no peak), resident host memory elsewhere (never reset on systems other than Linux)."""
     import torch
 
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     if device.type == "mps":
         return int(torch.mps.driver_allocated_memory())
+    if device.type == "shadow":
+        return int(torch.shadow.max_memory_allocated())
     status = Path("/proc/self/status")
     if status.exists():
         for line in status.read_text().splitlines():
@@ -152,6 +154,8 @@ def reset_peak_memory(device: torch.device) -> None:
 
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
+    elif device.type == "shadow":
+        torch.shadow.reset_peak_memory_stats()
     elif device.type != "mps" and sys.platform == "linux":
         try:
             Path("/proc/self/clear_refs").write_text("5")

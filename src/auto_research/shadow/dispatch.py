@@ -16,11 +16,12 @@ _DTYPE_STRICT = {
 # CUDA lets a 0-dim CPU tensor into elementwise arithmetic; look-ups and concatenations have no such exception.
 _NO_SCALARS = {
     "embedding", "_embedding_bag", "_embedding_bag_forward_only", "index_select", "gather", "scatter", "scatter_",
-    "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_", "index", "index_put", "index_put_", "take",
-    "_index_put_impl_", "index_add", "index_add_", "index_copy", "index_copy_", "index_fill", "index_fill_", "cat",
-    "stack", "_unsafe_index", "_unsafe_index_put", "nll_loss_forward", "bucketize", "searchsorted", "multinomial",
+    "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_", "index", "take",
+    "index_add", "index_add_", "index_copy", "index_copy_", "cat",
+    "stack", "_unsafe_index", "nll_loss_forward", "bucketize", "searchsorted", "multinomial",
     "one_hot", "repeat_interleave", "take_along_dim",
 }  # fmt: skip
+_RESIZERS = {"set_", "resize_", "resize_as_", "_resize_output_"}
 _SHARES_MEMORY = {"_unsafe_view", "_reshape_alias", "unsafe_split", "unsafe_chunk", "unsafe_split_with_sizes"}
 
 
@@ -31,44 +32,47 @@ class MixedDevices(RuntimeError):
 class Plan:
     """What the schema of one operator says, read once.
 
-    `writes`: (position or None, name) of arguments written to; `returns`: per return "new", "view" or the index
-    into `writes`; `view_of`: position of the argument a view looks at; `special`: a handler that replaces all this.
+    `writes`: (position or None, name) of arguments written to; `returns`: per return "new", "view" or the index into
+    `writes`; `shape`: "new", "view" or "in place" for the three common forms, else ""; `view_of`: position of the argument
+    a view looks at; `resizes`: a written argument may change its sizes; `special`: a handler that replaces all this.
     """
 
     __slots__ = (
-        "makes", "name", "no_scalars", "reshapes", "returns", "simple", "special", "strict", "view_of", "writes",
+        "generators", "name", "no_scalars", "resizes", "returns", "shape", "special", "strict", "view_of", "writes",
     )  # fmt: skip
 
     def __init__(self, func) -> None:
         schema = func._schema
         self.name = schema.name.partition("::")[2]
-        self.special = SPECIAL.get(self.name)
-        if self.name in lapack.OPERATORS:
-            self.special = _lapack
+        self.special = _lapack if self.name in lapack.OPERATORS else SPECIAL.get(self.name)
         self.no_scalars = self.name in _NO_SCALARS
         self.strict = self.name in _DTYPE_STRICT
-        self.reshapes = torch.Tag.inplace_view in func.tags or self.name in ("set_", "resize_", "resize_as_")
-        self.makes = any(argument.name == "device" for argument in schema.arguments)
-        self.writes, self.view_of, sets = [], 0, []
+        self.writes, self.view_of, self.generators, sets = [], 0, [], []
         for position, argument in enumerate(schema.arguments):
             alias = argument.alias_info
-            if alias is None:
-                continue
-            if alias.is_write:
+            if argument.name == "generator" and not argument.kwarg_only:
+                self.generators.append(position)
+            if alias is not None and alias.is_write:
                 self.writes.append((None if argument.kwarg_only else position, argument.name))
                 sets.append(alias.before_set)
-            else:
+            elif alias is not None:
                 self.view_of = position
-        self.returns = []
-        for answer in schema.returns:
-            alias = answer.alias_info
-            if alias is None:
-                self.returns.append("view" if self.name in _SHARES_MEMORY else "new")
-            elif alias.is_write:
-                self.returns.append(sets.index(alias.before_set))
-            else:
-                self.returns.append("view")
-        self.simple = self.returns == ["new"] and not self.writes
+        unsaid = "view" if self.name in _SHARES_MEMORY else "new"
+        self.returns = [
+            unsaid
+            if one.alias_info is None
+            else sets.index(one.alias_info.before_set)
+            if one.alias_info.is_write
+            else "view"
+            for one in schema.returns
+        ]
+        out = any(position is None for position, _ in self.writes)
+        self.resizes = out or torch.Tag.inplace_view in func.tags or self.name in _RESIZERS
+        self.shape = ""
+        if len(self.returns) == 1 and not self.writes:
+            self.shape = self.returns[0]
+        elif self.returns == [0] and self.writes[0][0] == 0 and not self.resizes:
+            self.shape = "in place"
 
 
 _plans: dict = {}
@@ -95,30 +99,31 @@ def run_plain(plan: Plan, func, args, kwargs):
         a._value if type(a) is ShadowTensor else (a if not isinstance(a, (_Tensor, list, tuple)) else _inside(plan, a))
         for a in args
     ]
-    to_shadow = True
-    if kwargs:
-        kwargs_inside = {}
-        for key, a in kwargs.items():
-            if key == "device":
-                if a is not None:
-                    to_shadow = a.type == DEVICE_NAME
-                    a = _CPU if to_shadow else a
-            elif key == "generator":
-                a = generators.value_of(a, plan.name) if a is not None else None
-            else:
-                a = _inside(plan, a)
-            kwargs_inside[key] = a
-    else:
-        kwargs_inside = {}
-    if any(isinstance(a, torch._C.Generator) for a in inside):
-        inside = [generators.value_of(a, plan.name) if isinstance(a, torch._C.Generator) else a for a in inside]
+    to_shadow, kwargs_inside = True, {}
+    for key, a in (kwargs or {}).items():
+        if key == "device":
+            if a is not None:
+                to_shadow = a.type == DEVICE_NAME
+                a = _CPU if to_shadow else a
+        elif key == "generator":
+            a = generators.value_of(a, plan.name) if a is not None else None
+        else:
+            a = _inside(plan, a)
+        kwargs_inside[key] = a
+    for position in plan.generators:
+        if position < len(inside) and inside[position] is not None:
+            inside[position] = generators.value_of(inside[position], plan.name)
     if plan.strict:
         _check_dtypes(plan, inside)
     out = func(*inside, **kwargs_inside)
-    if plan.simple:
-        if type(out) is _Tensor:
-            return wrap(out) if to_shadow else out
-        return _outside(out, None) if to_shadow else out
+    if plan.shape == "in place" and type(args[0]) is ShadowTensor:
+        return args[0]
+    if plan.shape == "new":
+        if not to_shadow:
+            return out
+        return wrap(out) if type(out) is _Tensor else _outside(out, None)
+    if plan.shape == "view" and type(out) is _Tensor and type(args[plan.view_of]) is ShadowTensor:
+        return wrap(out, args[plan.view_of]._held)
     return _answer(plan, args, kwargs, out)
 
 
@@ -154,7 +159,8 @@ def _answer(plan: Plan, args, kwargs, out):
         target = args[position] if position is not None and position < len(args) else (kwargs or {}).get(name)
         for one in target if isinstance(target, (list, tuple)) else (target,):
             if type(one) is ShadowTensor:
-                refresh(one)
+                if plan.resizes:
+                    refresh(one)
             elif isinstance(one, _Tensor):
                 raise MixedDevices(f"operator {plan.name} would write shadow values into a tensor on {one.device}")
         written.append(target)

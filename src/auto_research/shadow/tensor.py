@@ -98,6 +98,9 @@ class ShadowTensor(torch.Tensor):
             extra = ", requires_grad=True"
         return f"{body[:-1]}, device='{self.device}'{extra})"
 
+    def __format__(self, spec):
+        return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
+
     def __deepcopy__(self, memo):
         if id(self) in memo:
             return memo[id(self)]

@@ -66,7 +66,9 @@ def test_zero_dimensional_cpu_scalars_pass_in_arithmetic():
     assert (x * torch.tensor(3.0)).tolist() == [3.0, 3.0]
     assert torch.where(x > 0, x, torch.tensor(0.0)).tolist() == [1.0, 1.0]
     assert x.clamp(max=torch.tensor(0.5)).tolist() == [0.5, 0.5]
-    assert x.lerp(torch.zeros(2, device="shadow"), 0.5).tolist() == [0.5, 0.5]
+    x[x > 0] = torch.tensor(4.0)
+    assert x.tolist() == [4.0, 4.0]
+    assert (x / 4).lerp(torch.zeros(2, device="shadow"), 0.5).tolist() == [0.5, 0.5]
 
 
 def test_copies_cross_devices():
