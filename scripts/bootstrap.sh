@@ -6,7 +6,7 @@
 # pyproject.toml and the place of the checkout are those it was made from. Sets BOOTSTRAP_PYTHON.
 #   BOOTSTRAP_REINSTALL=1  makes the environment anew
 #   TORCH_INDEX_URL        extra package index for torch (cpu: PyTorch's CPU index); left out when it does not answer
-#   AUTO_RESEARCH_PYTHON   interpreter to start from (default: the first Python 3.11 or later found)
+#   BOOTSTRAP_BASE_PYTHON   interpreter to start from (default: the first Python 3.11 or later found)
 
 BOOTSTRAP_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 BOOTSTRAP_CPU_INDEX="https://download.pytorch.org/whl/cpu"
@@ -35,8 +35,8 @@ bootstrap_cores() {
 bootstrap_find_python() {
     local candidate
     # a name of one's own is tried alone: quietly taking another interpreter would be worse than stopping
-    if [ -n "${AUTO_RESEARCH_PYTHON:-}" ]; then
-        set -- "$AUTO_RESEARCH_PYTHON"
+    if [ -n "${BOOTSTRAP_BASE_PYTHON:-}" ]; then
+        set -- "$BOOTSTRAP_BASE_PYTHON"
     else
         set -- python3 python3.13 python3.12 python3.11 python3.14 python
     fi
@@ -46,7 +46,7 @@ bootstrap_find_python() {
             return 0
         fi
     done
-    bootstrap_fail "no Python 3.11 or later found: install one, or set AUTO_RESEARCH_PYTHON to it"
+    bootstrap_fail "no Python 3.11 or later found: install one, or set BOOTSTRAP_BASE_PYTHON to it"
 }
 
 # Virtual environment with pip, also where the distribution keeps ensurepip in another package

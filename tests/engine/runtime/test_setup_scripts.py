@@ -129,7 +129,7 @@ def set_up(tmp_path):
     (library / "pip").symlink_to(Path(pip.__file__).parent)
 
     def run(extras="", script=OFFLINE, **environment):
-        lent = {"PYTHONPATH": str(library), "AUTO_RESEARCH_PYTHON": sys.executable, **environment}
+        lent = {"PYTHONPATH": str(library), "BOOTSTRAP_BASE_PYTHON": sys.executable, **environment}
         return bash(script, str(tmp_path / "venv"), extras, **lent)
 
     return run
@@ -164,7 +164,7 @@ def test_an_environment_whose_python_is_gone_is_made_anew(set_up, tmp_path):
 
 
 def test_too_old_a_python_is_refused(set_up):
-    answer = set_up(AUTO_RESEARCH_PYTHON="no-such-python")
+    answer = set_up(BOOTSTRAP_BASE_PYTHON="no-such-python")
     assert answer.returncode == 2
     assert answer.stderr.startswith("error: no Python 3.11 or later found")
 
