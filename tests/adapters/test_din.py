@@ -8,11 +8,14 @@ import pytest
 import synthetic
 import torch
 
+from adapters.din.experiment import train_occurrences
 from adapters.din.model import DIN, DINConfig, LogisticRegression, MiniBatchAware
+from adapters.din.user_split import split_by_user
 from auto_research.blocks.activation_unit import AttentionPooling, LocalActivationUnit
 from auto_research.blocks.dice import Dice
 from auto_research.evaluate.ctr import split_pairs
 from auto_research.metrics.ctr import ctr_metrics
+from auto_research.results.verdict import relative_improvement
 from auto_research.train.optimizer import adamw
 
 SMALL = DINConfig(history=9, field=8, unit_hidden=(12, 6), hidden=(20, 10), dropout=0.0)
@@ -311,7 +314,6 @@ def test_padding_and_negatives(table):
 
 
 def test_occurrences_count_rated_candidates_and_history_slots(table):
-    from adapters.din.experiment import train_occurrences
 
     counts = train_occurrences(table, history=9)
     expected = np.zeros(synthetic.ITEMS + 1)
@@ -364,3 +366,36 @@ def test_logistic_regression_starts_from_dense_fields_only(table):
     with torch.no_grad():
         model.wide.item.weight[batch.item[0]] += 1
     assert torch.allclose(model(batch)[0], out[0] + 1)
+
+
+# Split by user
+
+
+def test_split_by_user_keeps_whole_users_and_their_ratings_out_of_the_train_rows(table):
+    split = split_by_user(table)
+    users = {name: set(split.request_user[split.requests(name)].tolist()) for name in ("train", "valid", "test")}
+    assert [len(users[name]) for name in ("train", "valid", "test")] == [10, 1, 5]  # of 16
+    assert not users["train"] & users["test"]
+    assert not users["valid"] & (users["train"] | users["test"])
+    held_out = users["valid"] | users["test"]
+    rows = split.train_rows()
+    assert not held_out & set(split.interactions.user[rows].tolist())
+    assert sum(len(split.requests(n)) for n in users) == sum(len(table.requests(n)) for n in users)
+
+
+def test_without_user_fields_the_user_is_not_read(table):
+    model = build(table, user_fields=(), wide=True).eval()
+    batch = table.batch(table.requests("valid")[:4], history=9)
+    other = replace(batch, user_id=batch.user_id * 0, age=batch.age * 0, gender=batch.gender * 0, zip=batch.zip * 0)
+    assert torch.equal(logits(model, batch), logits(model, other))
+    assert not {"user_id", "zip"} & set(model.tables())
+
+
+def test_relative_improvement_by_hand():
+    def records(*aucs):
+        return {seed: {"measurement": {"metrics": {"auc": auc}}} for seed, auc in enumerate(aucs)}
+
+    found = relative_improvement(records(0.7348, 0.9), records(0.73))  # one shared seed
+    assert found.delta == pytest.approx((0.2348 / 0.23 - 1) * 100) == pytest.approx(2.087, abs=1e-3)
+    assert relative_improvement(records(0.7), records(0.5)) is None
+    assert relative_improvement({}, records(0.7)) is None

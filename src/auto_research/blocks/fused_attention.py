@@ -1,8 +1,8 @@
 """Cache-blocked forward and backward of the local activation unit on CPU.
 
 Written with ordinary operators the unit streams a dozen [P, L, 80] tensors (34 MB each at 256 requests) through
-memory, which costs more than its matrix products. Here pairs are worked off in blocks that stay in the cache; only
-the two pre-activations are kept. The numbers are those of `LocalActivationUnit.plain`.
+memory, which costs more than its matrix products. Here pairs are worked off in blocks that stay in the cache, sorted by
+history length so that padding is skipped. The numbers are those of `LocalActivationUnit.plain`.
 
 Backward of Dice with batch statistics (w = 1 at the n valid positions, z = (s - mean) rstd, p = sigmoid(z), g the
 gradient of h, q = g s p (1 - p), c = rstd (1 - alpha)):
@@ -10,6 +10,7 @@ gradient of h, q = g s p (1 - p), c = rstd (1 - alpha)):
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,30 @@ from torch import Tensor
 from auto_research.blocks.dice import EPS, Dice
 
 BLOCK = 32  # pairs per block: 32 x 50 x 80 floats are 512 kB
+
+
+class Block(NamedTuple):
+    """Some pairs, their requests, and the first history slot that any of them fills (histories are left-padded)."""
+
+    pairs: Tensor
+    requests: Tensor
+    since: int
+
+    def of(self, per_request: Tensor) -> Tensor:
+        """[R, L, ...] -> [c, l, ...] with l = L - since."""
+        return per_request[:, self.since :][self.requests]
+
+
+def blocks_of(request_of: Tensor, mask: Tensor) -> list[Block]:
+    """Pairs in blocks of similar history length, so that little padding is computed. mask: float[R, L]."""
+    length = mask.shape[1]
+    span = (mask * torch.arange(length, 0, -1, dtype=mask.dtype)).amax(1).long()  # filled slots from the newest back
+    order = torch.argsort(span[request_of], stable=True)
+    found = []
+    for pairs in order.split(BLOCK):
+        requests = request_of[pairs]
+        found.append(Block(pairs, requests, length - max(1, int(span[requests].max()))))
+    return found
 
 
 @dataclass
@@ -138,103 +163,98 @@ class _Scores(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, unit, request_of, mask, events, key, w_event, w_product, row, alpha1, w2, b2, alpha2, w3, b3):
-        length = events.shape[1]
         gate1, gate2 = _gates(unit)
-        rows = request_of.split(BLOCK)
+        plan = blocks_of(request_of, mask)
         keep = any(ctx.needs_input_grad)
         moments1, moments2 = Moments(alpha1), Moments(alpha2)
-        starts = range(0, len(request_of), BLOCK)
+        scores = key.new_zeros((len(request_of), events.shape[1]))
 
-        def pre_activation(start: int, block: Tensor) -> Tensor:
-            stop = start + len(block)
-            per_pair = torch.addcmul(w_event, key[start:stop].unsqueeze(2), w_product)  # (c, d, h1)
-            return torch.baddbmm(row[start:stop].unsqueeze(1), events[block], per_pair).reshape(-1, row.shape[1])
+        def first_layer(block: Block) -> Tensor:
+            per_pair = torch.addcmul(w_event, key[block.pairs].unsqueeze(2), w_product)  # (c, d, h1)
+            s = torch.baddbmm(row[block.pairs].unsqueeze(1), block.of(events), per_pair)
+            return s.reshape(-1, row.shape[1])
 
-        first, gated = [], []  # per block: pre-activation and p of the first layer, of the second layer
-        second, gated2 = [], []
-        scores = key.new_empty((len(request_of), length))
-
-        def finish(t: Tensor, start: int, block: Tensor) -> Tensor:
-            h, p = gate2.apply(t)
-            scores[start : start + len(block)] = torch.addmm(b3, h, w3).reshape(-1, length).mul_(mask[block])
-            return p
-
-        def middle(s: Tensor) -> tuple[Tensor, Tensor]:
+        def second_layer(s: Tensor) -> tuple[Tensor, Tensor]:
             h, p = gate1.apply(s)
             return torch.addmm(b2, h, w2), p
 
+        def write_scores(t: Tensor, block: Block) -> Tensor:
+            h, p = gate2.apply(t)
+            a = torch.addmm(b3, h, w3).reshape(len(block.pairs), -1)
+            scores[block.pairs, block.since :] = a.mul_(block.of(mask))
+            return p
+
         if not unit.training and not keep:  # running statistics and nothing to keep: one pass
-            for start, block in zip(starts, rows, strict=True):
-                finish(middle(pre_activation(start, block))[0], start, block)
+            for block in plan:
+                write_scores(second_layer(first_layer(block))[0], block)
             return scores
 
-        for start, block in zip(starts, rows, strict=True):
-            s = pre_activation(start, block)
+        first, second, p1, p2 = [], [], [], []  # per block: pre-activations and p of both layers
+        for block in plan:
+            first.append(first_layer(block))
             if gate1.dice and unit.training:
-                moments1.add(s, mask[block].reshape(-1))
-            first.append(s)
+                moments1.add(first[-1], block.of(mask).reshape(-1))
         _take_batch_statistics(gate1, unit.first_activation, moments1)
-        for s, block in zip(first, rows, strict=True):
-            t, p = middle(s)
-            if gate2.dice and unit.training:
-                moments2.add(t, mask[block].reshape(-1))
+        for s, block in zip(first, plan, strict=True):
+            t, p = second_layer(s)
             second.append(t)
-            gated.append(p)
+            p1.append(p)
+            if gate2.dice and unit.training:
+                moments2.add(t, block.of(mask).reshape(-1))
         _take_batch_statistics(gate2, unit.second_activation, moments2)
-        for t, start, block in zip(second, starts, rows, strict=True):
-            gated2.append(finish(t, start, block))
+        for t, block in zip(second, plan, strict=True):
+            p2.append(write_scores(t, block))
         if keep:
-            ctx.gates, ctx.kept = (gate1, gate2), (first, gated, second, gated2)
-            ctx.save_for_backward(request_of, mask, events, key, w_event, w_product, w2, w3)
+            ctx.plan, ctx.gates, ctx.kept = plan, (gate1, gate2), (first, second, p1, p2)
+            ctx.save_for_backward(mask, events, key, w_event, w_product, w2, w3)
         return scores
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        request_of, mask, events, key, w_event, w_product, w2, w3 = ctx.saved_tensors
-        (gate1, gate2), (first, gated, second, gated2) = ctx.gates, ctx.kept
-        rows = request_of.split(BLOCK)
-        grads = grad.split(BLOCK)
-        length = events.shape[1]
-        valid = [mask[block].reshape(-1) for block in rows]
+        if ctx.kept is None:
+            raise RuntimeError("the fused activation unit frees its activations: it cannot go backward twice")
+        mask, events, key, w_event, w_product, w2, w3 = ctx.saved_tensors
+        (gate1, gate2), (first, second, p1, p2), plan = ctx.gates, ctx.kept, ctx.plan
+        ctx.kept = None
+        valid = [block.of(mask).reshape(-1) for block in plan]
 
-        sums2 = GateSums(gate2.alpha)
-        d_w3, d_b3 = torch.zeros_like(w3), grad.new_zeros(1)
+        sums2, d_w3, d_b3 = GateSums(gate2.alpha), zeros(w3), grad.new_zeros(1)
         d_second = []
-        for t, p, g, v in zip(second, gated2, grads, valid, strict=True):
-            g = (g.reshape(-1) * v).unsqueeze(1)  # (M, 1)
+        for t, p, v, block in zip(second, p2, valid, plan, strict=True):
+            g = (grad[block.pairs, block.since :].reshape(-1) * v).unsqueeze(1)  # (M, 1)
             h, ds = gate2.backward(t, p, g * w3.t(), sums2)
             d_w3.addmm_(h.t(), g)
             d_b3 += g.sum()
             d_second.append(ds)
 
-        sums1 = GateSums(gate1.alpha)
-        d_w2, d_b2 = torch.zeros(w2.shape, dtype=w2.dtype), torch.zeros_like(gate2.alpha)
+        sums1, d_w2, d_b2 = GateSums(gate1.alpha), zeros(w2), torch.zeros_like(gate2.alpha)
         d_first = []
-        for s, p, t, ds, v in zip(first, gated, second, d_second, valid, strict=True):
+        for s, p, t, ds, v in zip(first, p1, second, d_second, valid, strict=True):
             ds = gate2.finish(t, ds, v, sums2)
             h, d_s = gate1.backward(s, p, ds @ w2.t(), sums1)
             d_w2.addmm_(h.t(), ds)
             d_b2 += ds.sum(0)
             d_first.append(d_s)
 
-        d_events, d_key = torch.zeros_like(events), torch.empty_like(key)
-        d_event = torch.zeros(w_event.shape, dtype=w_event.dtype)
-        d_product = torch.zeros(w_product.shape, dtype=w_product.dtype)
+        d_events, d_key, d_event, d_product = zeros(events), zeros(key), zeros(w_event), zeros(w_product)
         d_row = key.new_empty((len(key), w_event.shape[1]))
-        for index, (s, ds, v, block) in enumerate(zip(first, d_first, valid, rows, strict=True)):
-            start, stop = index * BLOCK, index * BLOCK + len(block)
-            ds = gate1.finish(s, ds, v, sums1).reshape(-1, length, w_event.shape[1])  # (c, L, h1)
-            k = key[start:stop].unsqueeze(2)
+        for s, ds, v, block in zip(first, d_first, valid, plan, strict=True):
+            ds = gate1.finish(s, ds, v, sums1).reshape(len(block.pairs), -1, w_event.shape[1])  # (c, l, h1)
+            k = key[block.pairs].unsqueeze(2)
             per_pair = torch.addcmul(w_event, k, w_product)
-            d_pair = torch.bmm(events[block].transpose(1, 2), ds)  # (c, d, h1)
+            d_pair = torch.bmm(block.of(events).transpose(1, 2), ds)  # (c, d, h1)
             d_event += d_pair.sum(0)
             d_product += (d_pair * k).sum(0)
-            d_key[start:stop] = d_pair.mul_(w_product).sum(2)
-            d_row[start:stop] = ds.sum(1)
-            d_events.index_add_(0, block, torch.bmm(ds, per_pair.transpose(1, 2)))
-        ctx.kept = None
+            d_key[block.pairs] = d_pair.mul_(w_product).sum(2)
+            d_row[block.pairs] = ds.sum(1)
+            d_events[:, block.since :].index_add_(0, block.requests, torch.bmm(ds, per_pair.transpose(1, 2)))
         return (
             *(None, None, None, d_events, d_key, d_event, d_product, d_row),
             *(sums1.alpha, d_w2, d_b2, sums2.alpha, d_w3, d_b3),
         )
+
+
+def zeros(like: Tensor) -> Tensor:
+    """Contiguous zeros of the same shape (weights arrive transposed)."""
+    return torch.zeros(like.shape, dtype=like.dtype)

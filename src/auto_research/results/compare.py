@@ -13,7 +13,7 @@ from auto_research.experiment.fingerprint import Fingerprints
 from auto_research.experiment.layout import Layout
 from auto_research.results import curves, markdown
 from auto_research.results.records import Records, load_arms
-from auto_research.results.verdict import difference, higher_is_better, mean_metric, verdict
+from auto_research.results.verdict import difference, higher_is_better, mean_metric, relative_improvement, verdict
 from auto_research.runtime.files import write_json, write_text
 from auto_research.runtime.schema import validate
 
@@ -117,6 +117,8 @@ def _not_beaten(card: Card, arm: str, value: float | None, floors: dict[str, flo
 def _compare(card: Card, tier: str, records: Records, floors: dict, pair: dict) -> dict[str, Any]:
     arm, against = records.get(pair["arm"], {}), records.get(pair["against"], {})
     found = {metric: difference(arm, against, metric) for metric in card.metrics}
+    if "relaimpr" in found:
+        found["relaimpr"] = relative_improvement(arm, against)
     seeds = sorted(set(arm) & set(against))
     name, reason = verdict(
         found[card.primary],

@@ -64,6 +64,19 @@ def difference(arm: dict[int, dict], against: dict[int, dict], metric: str) -> D
     )
 
 
+def relative_improvement(arm: dict[int, dict], against: dict[int, dict]) -> Difference | None:
+    """RelaImpr of DIN (arXiv:1706.06978, equation 11) in percent: ((AUC - 0.5) / (AUC_base - 0.5) - 1) * 100.
+
+    arm, against: records by seed, AUC averaged over the shared seeds. None without a shared seed, or for a base at 0.5.
+    """
+    shared = set(arm) & set(against)
+    auc, base = (mean_metric({seed: side[seed] for seed in shared}, "auc") for side in (arm, against))
+    if auc is None or base is None or base == 0.5:
+        return None
+    gain = ((auc - 0.5) / (base - 0.5) - 1) * 100
+    return Difference(gain, None, None, None, "per cent, from the mean AUC of the shared seeds")
+
+
 def verdict(
     found: Difference | None, *, tier: str, shared_seeds: int, higher: bool, floors_not_beaten: list[str]
 ) -> tuple[str, str]:
