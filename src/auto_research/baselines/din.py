@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from auto_research.experiment.context import Context
 
 TASKS = 3
-FIELD, HIDDEN, DROPOUT = 16, (200, 80), 0.2
+FIELD, HIDDEN, UNIT_HIDDEN, DROPOUT = 16, (200, 80), (32, 16), 0.2  # the paper's unit is 80-40, at five times the cost
 
 
 class DIN(nn.Module):
@@ -36,11 +36,12 @@ class DIN(nn.Module):
         history: int = 50,
         field: int = FIELD,
         hidden: tuple[int, int] = HIDDEN,
+        unit_hidden: tuple[int, int] = UNIT_HIDDEN,
         dropout: float = DROPOUT,
     ) -> None:
         super().__init__()
         self.encoder = RequestEncoder(vocab, item_genres, field=field)
-        self.attention = AttentionPooling(self.encoder.event_width, longest=history)
+        self.attention = AttentionPooling(self.encoder.event_width, longest=history, hidden=unit_hidden)
         self.known = 2 * field  # item and genres are part of v
         inputs = 3 * self.encoder.event_width + self.encoder.request_width + self.encoder.pair_width - self.known
         self.mlp = nn.Sequential(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from auto_research.baselines.prefix import feature_columns, measure_scorer
+from auto_research.baselines.prefix import RECENT, feature_columns, measure_scorer
 from auto_research.data.requests import RequestBatch, RequestTable
 from auto_research.evaluate.ctr import rated_batches, rated_metrics, score_rated
 from auto_research.experiment.contract import Measurement
@@ -28,7 +28,7 @@ def training_rows(table: RequestTable, negatives: int, seed: int) -> dict[str, n
     requests = table.requests("train")
     rng = stable_rng("negatives", seed, 0, "gbdt")
     parts = [
-        table.batch(requests[i : i + BUILD_REQUESTS], history=1, negatives=negatives, rng=rng)
+        table.batch(requests[i : i + BUILD_REQUESTS], history=RECENT, negatives=negatives, rng=rng)
         for i in range(0, len(requests), BUILD_REQUESTS)
     ]
     columns = {name: np.concatenate([getattr(p, name).numpy() for p in parts]) for name in ("engage", "like", "rated")}
@@ -81,7 +81,7 @@ def run(ctx: Context, *, device: torch.device, **overrides: Any) -> Measurement:
     table = load_requests(ctx)
     budget = RequestBudget.of(ctx.budget, **overrides)
     rows = training_rows(table, budget.negatives, ctx.seed)
-    validation = rated_batches(table, "valid", history=1)
+    validation = rated_batches(table, "valid", history=RECENT)
     cap = ctx.budget.get("gbdt_rounds")
     trials = [{**trial, "rounds": min(trial["rounds"], cap or trial["rounds"])} for trial in TRIALS]
 
@@ -96,7 +96,9 @@ def run(ctx: Context, *, device: torch.device, **overrides: Any) -> Measurement:
     started = time.perf_counter()
     engage = _classifier(best.hyperparameters, ctx.seed).fit(rows["x"], rows["engage"])
     best.cost["engage_seconds"] = time.perf_counter() - started
-    measured = measure_scorer(ctx, lambda batch: _logits(table, batch, best.model, engage), table, budget, device)
+    measured = measure_scorer(
+        ctx, lambda batch: _logits(table, batch, best.model, engage), table, budget, device, RECENT
+    )
     measured.hyperparameters, measured.trials = best.hyperparameters, records
     measured.cost |= best.cost
     return measured

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from auto_research.data.prefix import LIKE_RATING
 from auto_research.data.requests import RequestBatch, RequestTable
 from auto_research.evaluate.ctr import Scorer, measure_requests, rated_batches, rated_metrics, score_rated
 from auto_research.experiment.contract import Measurement
@@ -16,33 +17,53 @@ if TYPE_CHECKING:
     from auto_research.experiment.context import Context
 
 
-def feature_columns(batch: RequestBatch, item_genres: np.ndarray) -> np.ndarray:
-    """Prefix statistics of every pair, float32[P, 26 + 3 + G + 1].
+RECENT = 20
 
-    User statistics (22 with 19 genres), item popularity (2), cross features (2), gap, hour and weekday of the request,
-    the candidate's genres and decade. No ids.
+
+def feature_columns(batch: RequestBatch, item_genres: np.ndarray) -> np.ndarray:
+    """Prefix statistics of every pair, float32[P, 3 + G + 4 + 2 + 2 + G + 1]; no ids.
+
+    User statistics (3 + G), mean rating of the last 1, 5 and 20 ratings and like-rate of the last 10, item popularity
+    (2), cross features (2), the candidate's genres and decade. The batch needs at least 20 history slots.
     """
-    owner = batch.request_of.numpy()
-    request = np.column_stack([batch.user_stats.numpy(), batch.gap.numpy(), batch.hour.numpy(), batch.weekday.numpy()])
+    request = np.column_stack([batch.user_stats.numpy(), recent_ratings(batch)])
     pair = [batch.popularity.numpy(), batch.cross.numpy(), item_genres[batch.item.numpy()], batch.decade.numpy()]
-    return np.column_stack([request[owner], *pair]).astype(np.float32)
+    return np.column_stack([request[batch.request_of.numpy()], *pair]).astype(np.float32)
+
+
+def recent_ratings(batch: RequestBatch) -> np.ndarray:
+    """float64[R, 4]: mean rating of the last 1, 5, 20 earlier ratings (0 without one), (likes + 1) / (n + 2) of 10."""
+    rating, valid = batch.hist_rating.numpy().astype(np.float64), batch.hist_mask.numpy()
+
+    def mean(values: np.ndarray, count: int, pseudo: tuple[float, float] = (0.0, 0.0)) -> np.ndarray:
+        kept = valid[:, -count:]
+        size = kept.sum(1) + pseudo[1]
+        return ((values[:, -count:] * kept).sum(1) + pseudo[0]) / np.maximum(size, 1)
+
+    liked = (rating >= LIKE_RATING).astype(np.float64)
+    return np.column_stack([mean(rating, 1), mean(rating, 5), mean(rating, RECENT), mean(liked, 10, (1.0, 2.0))])
 
 
 def measure_scorer(
-    ctx: Context, score: Scorer, table: RequestTable, budget: RequestBudget, device: torch.device
+    ctx: Context,
+    score: Scorer,
+    table: RequestTable,
+    budget: RequestBudget,
+    device: torch.device,
+    history: int = 1,
 ) -> Measurement:
-    """Validation and test of a scorer that works on CPU arrays."""
+    """Validation and test of a scorer that works on CPU arrays of `history` slots."""
     cpu = torch.device("cpu")
     measured = measure_requests(
         score,
         table,
         device=cpu,
-        history=1,
+        history=history,
         chunk=table.interactions.n_items,
         catalogue_users=budget.catalogue_users,
         progress=ctx.progress,
     )
-    measured.validation = rated_metrics(score_rated(score, rated_batches(table, "valid", history=1)))
+    measured.validation = rated_metrics(score_rated(score, rated_batches(table, "valid", history=history)))
     if device.type != "cpu":
         measured.notes.append("computed on the CPU: this baseline has no accelerator path")
     return measured

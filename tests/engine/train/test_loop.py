@@ -116,7 +116,7 @@ def test_patience_stops_and_the_best_epoch_is_restored(tmp_path):
 
 
 def test_steps_cap_ends_inside_an_epoch_and_still_validates(tmp_path):
-    model, fitted, _ = train(tmp_path, steps=7)
+    _model, fitted, _ = train(tmp_path, steps=7)
     assert fitted.steps == 7
     assert [entry["step"] for entry in fitted.history] == [5, 7]
     assert "score" in fitted.history[-1]
