@@ -141,7 +141,7 @@ def test_clipping_bounds_the_update(tmp_path):
 def test_non_finite_loss_names_the_step_and_saves_nothing_of_it(tmp_path, bad):
     model = nn.Linear(1, 1)
     state = StateFolder(tmp_path)
-    with pytest.raises(NonFinite, match="loss is .* at step 3"):
+    with pytest.raises(NonFinite, match=r"loss is .* at step 3"):
         fit(
             model,
             torch.optim.SGD(model.parameters(), lr=0.1),
@@ -156,7 +156,7 @@ def test_non_finite_loss_names_the_step_and_saves_nothing_of_it(tmp_path, bad):
 def test_non_finite_gradient_is_found_under_a_finite_loss(tmp_path):
     model = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(model.weight)
-    with pytest.raises(NonFinite, match="gradient norm is .* at step 1"):
+    with pytest.raises(NonFinite, match=r"gradient norm is .* at step 1"):
         fit(
             model,
             torch.optim.SGD(model.parameters(), lr=0.1),
