@@ -27,6 +27,7 @@ from auto_research.metrics.cost import count_params, flops_of
 from auto_research.runtime.devices import device_for, peak_memory, reset_peak_memory
 from auto_research.runtime.errors import RunFailure
 from auto_research.runtime.seeds import seed_everything, stable_rng
+from auto_research.runtime.threads import set_threads
 from auto_research.train.ctr import training_loss
 from auto_research.train.loop import Plan, fit
 from auto_research.train.optimizer import adamw, decay_groups
@@ -253,6 +254,7 @@ def measured(
         history=request.genome["sequence_length"],
         users=request.config["evaluation_users"],
         chunk=settings["chunk"],
+        slice_users=settings["slice_users"],
         resamples=settings["bootstraps" if split == "valid" else "test_bootstraps"],
         device=device,
         progress=request.progress,
@@ -277,6 +279,7 @@ def measured(
 def trial(request: TrialRequest) -> Evaluation:
     """Train on dev/ and measure on its validation requests."""
     device = device_for(request.device)
+    set_threads(request.threads)
     reset_peak_memory(device)
     table = development_table(request.config, request.dev)
     model, curve, seen = train(request, table, device)
@@ -287,6 +290,7 @@ def trial(request: TrialRequest) -> Evaluation:
 def test(request: TrialRequest, unseal: Callable[[], Path]) -> Evaluation:
     """Train on dev/ again, then open the sealed folder and measure on the test requests."""
     device = device_for(request.device)
+    set_threads(request.threads)
     reset_peak_memory(device)
     model, curve, seen = train(request, development_table(request.config, request.dev), device)
     table = _restricted(RequestTable.load(unseal() / TABLE), request.config)

@@ -1,7 +1,8 @@
 """Fitness of the search: composite of full-catalogue NDCG@10 and AUC of the like head, five slices, user bootstraps.
 
 Three views of the same requests are scored: as they are, with the last four events only, and with the personal fields
-missing. Subset slices reuse the first view; an empty slice is None, never replaced by the full set.
+missing (the last two for the first `slice_users` tasks only, when the budget says so). Subset slices reuse the first view;
+an empty slice is None, never replaced by the full set.
 """
 
 from __future__ import annotations
@@ -58,16 +59,16 @@ class ThreeViews:
         recent = last_events(batch, RECENT_EVENTS)
         return self.model.prepare(batch), self.model.prepare(recent)
 
-    def __call__(self, state: tuple, batch: RequestBatch) -> list[Tensor]:
-        full, recent = (self.model.input.score(part, batch) for part in state)
-        return [self.model.rank(self.model.tokenizer(e)) for e in (full, recent, full * self.mask)]
+    def __call__(self, state: tuple, batch: RequestBatch, views: int = len(VIEWS)) -> list[Tensor]:
+        full = self.model.input.score(state[0], batch)
+        inputs = [full] if views == 1 else [full, self.model.input.score(state[1], batch), full * self.mask]
+        return [self.model.rank(self.model.tokenizer(e)) for e in inputs]
 
 
 def last_events(batch: RequestBatch, count: int) -> RequestBatch:
-    """The batch with all but the newest `count` events masked."""
-    old = torch.arange(batch.hist_mask.shape[1], device=batch.hist_mask.device) < batch.hist_mask.shape[1] - count
+    """The batch with its newest `count` history slots only (same logits as masking the others, at less work)."""
     names = ("hist_item", "hist_rating", "hist_age", "hist_mask")
-    return replace(batch, **{name: getattr(batch, name).masked_fill(old, 0) for name in names})
+    return replace(batch, **{name: getattr(batch, name)[:, -count:] for name in names})
 
 
 def score_views(
@@ -78,6 +79,7 @@ def score_views(
     *,
     history: int,
     chunk: int,
+    slice_users: int | None,
     device: torch.device,
     progress: Callable[..., None],
 ) -> dict[str, View]:
@@ -94,22 +96,21 @@ def score_views(
         for number in range(len(tasks)):
             batch = table.score_batch(int(tasks.request[number]), items, history=history).to(device)
             state = scorer.prepared(batch)
-            parts = [scorer(state, part) for part in split_pairs(batch, chunk)]
-            for view in range(len(VIEWS)):
+            views = len(VIEWS) if slice_users is None or number < slice_users else 1
+            parts = [scorer(state, part, views) for part in split_pairs(batch, chunk)]
+            for view in range(views):
                 scores[view, number, 1:] = joint_score(torch.cat([part[view] for part in parts]).float().cpu().numpy())
             progress(number + 1, len(tasks))
     if np.isnan(scores).any():
         raise NonFinite("a catalogue score is NaN")
     columns = _columns(rated)
-    return {
-        name: View(
-            *columns,
-            sigmoid(np.concatenate(logits[i])),
-            rank_of_target(scores[i], tasks.target, tasks.excluded),
-            top_items(scores[i], tasks.excluded),
-        )
-        for i, name in enumerate(VIEWS)
-    }
+    result = {}
+    for i, name in enumerate(VIEWS):
+        count = len(tasks) if i == 0 or slice_users is None else min(slice_users, len(tasks))
+        excluded = tasks.excluded[:count]
+        ranks = rank_of_target(scores[i, :count], tasks.target[:count], excluded)
+        result[name] = View(*columns, sigmoid(np.concatenate(logits[i])), ranks, top_items(scores[i, :count], excluded))
+    return result
 
 
 def _columns(batches: list[RequestBatch]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -133,6 +134,7 @@ def evaluate_split(
     users: int | None,
     chunk: int,
     resamples: int,
+    slice_users: int | None,
     device: torch.device,
     progress: Callable[..., None],
 ) -> Evaluation:
@@ -140,7 +142,17 @@ def evaluate_split(
     tasks = table.catalogue_tasks(split, users)
     if not len(tasks):
         raise RunFailure(f"no user of the {split} split has a liked item: raise users or evaluation_users")
-    views = score_views(scorer, table, split, tasks, history=history, chunk=chunk, device=device, progress=progress)
+    views = score_views(
+        scorer,
+        table,
+        split,
+        tasks,
+        history=history,
+        chunk=chunk,
+        slice_users=slice_users,
+        device=device,
+        progress=progress,
+    )
     overall = views["overall"]
     ranking, per_user = ranking_metrics(overall.rank, overall.top, table.head_items(), table.interactions.n_items)
     inside = user_auc(overall.user, overall.label, overall.score)
@@ -193,7 +205,7 @@ def slice_metrics(views: dict[str, View], table: RequestTable, tasks: CatalogueT
     for name, (rows, chosen) in subsets.items():
         result |= _slice(name, view, rows, chosen)
     for name in VIEWS[1:]:
-        result |= _slice(name, views[name], np.ones(len(view.user), bool), np.ones(len(tasks), bool))
+        result |= _slice(name, views[name], np.ones(len(view.user), bool), np.ones(len(views[name].rank), bool))
     return result
 
 

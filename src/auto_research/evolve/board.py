@@ -45,6 +45,17 @@ def changes(rows: list[dict]) -> str:
     return ", ".join(f"{row['gene']}: {row['from']} → {row['to']}" for row in rows) or "none"
 
 
+def sentence(claim: str) -> str:
+    """The claim's explanation without its leading word."""
+    text = claim.split(": ", 1)[-1]
+    return text[0].upper() + text[1:]
+
+
+def short(text: str, limit: int = 110) -> str:
+    """Text cut to ``limit`` characters."""
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
 def shown_metrics(report: dict) -> list[str]:
     """Metrics that both sides have, fitness first, slices left to the details."""
     names = [name for name in report["test"]["champion"] if "." not in name]
@@ -70,12 +81,12 @@ def render_board(report: dict) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"number": number, "compact": compact, "changes": changes}
+    environment.filters |= {"number": number, "compact": compact, "changes": changes, "short": short}
     return environment.get_template("board.html.j2").render(
         report=report,
         chart=fitness_chart(report["trials"], report["generations"]),
         gains=gain_chart([("validation", report["validation"]["gain"]), ("sealed test", report["test"]["gain"])]),
-        claim_text=CLAIMS[report["claim"]],
+        claim_text=sentence(CLAIMS[report["claim"]]),
         sources=SOURCES,
         metrics=shown_metrics(report),
         slices=slices(report),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from html import escape
 
-WIDTH, HEIGHT = 640, 300
-LEFT, RIGHT, TOP, BOTTOM = 52, 14, 16, 44
+WIDTH, HEIGHT = 440, 270
+LEFT, RIGHT, TOP, BOTTOM = 46, 12, 14, 40
+SLOT = 24
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
@@ -28,7 +29,9 @@ def fitness_chart(trials: list[dict], generations: list[dict]) -> str:
     pad = (high - low) * 0.06 or 0.05
     low, high = low - pad, high + pad
     count = len(generations)
-    slot = (WIDTH - LEFT - RIGHT) / count
+    most = max(sum(1 for row in trials if row["generation"] == g and row["trial_id"]) for g in range(count))
+    width = max(WIDTH, LEFT + RIGHT + count * SLOT * (most + 1))
+    slot = (width - LEFT - RIGHT) / count
 
     def y(value: float) -> float:
         return round(TOP + (high - value) / (high - low) * (HEIGHT - TOP - BOTTOM), 1)
@@ -38,7 +41,7 @@ def fitness_chart(trials: list[dict], generations: list[dict]) -> str:
 
     parts = []
     for value in ticks(low, high):
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(value)}" y2="{y(value)}"/>')
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{width - RIGHT}" y1="{y(value)}" y2="{y(value)}"/>')
         parts.append(f'<text class="tick" x="{LEFT - 8}" y="{y(value) + 4}" text-anchor="end">{value:g}</text>')
     places: dict[str, tuple[float, float]] = {}
     marks = []
@@ -56,16 +59,19 @@ def fitness_chart(trials: list[dict], generations: list[dict]) -> str:
             kind = "champ" if row["champion"] or generation == 0 else "other"
             text = f"{row['trial_id']}: {row['mean']:.4f}, 95% interval {row['low']:.4f} to {row['high']:.4f}"
             marks.append(_dot(where, row, y, kind, text))
-    path = []
-    for entry in generations:
+    start = places[generations[0]["champion"]]
+    path, height = [f"M{start[0]},{start[1]}"], start[1]
+    for entry in generations[1:]:
         px, py = places[entry["champion"]]
-        right = LEFT + slot * (entry["generation"] + 1)
-        start = px if px > LEFT + slot * entry["generation"] else LEFT + slot * entry["generation"]
-        path.append(f"{'M' if not path else 'L'}{start:.1f},{py} L{right:.1f},{py}")
+        if py != height:
+            path.append(f"H{px} V{py}")
+            height = py
+    path.append(f"H{width - RIGHT}")
     best = generations[-1]
     title = f"Fitness per generation; the champion ends at {best['mean']:.4f}"
     return (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">'
+        f'<svg viewBox="0 0 {width} {HEIGHT}" style="min-width:{0 if width == WIDTH else width}px" role="img" '
+        f'aria-label="{escape(title)}">'
         + "".join(parts)
         + f'<path class="line" d="{" ".join(path)}"/>'
         + "".join(marks)
@@ -94,7 +100,7 @@ def gain_chart(gains: list[tuple[str, dict]]) -> str:
     if not rows:
         return ""
     reach = max(max(abs(gain["low"]), abs(gain["high"]), abs(gain["delta"])) for _, gain in rows) * 1.15 or 1.0
-    height, left, right = 34 * len(rows) + 34, 92, 16
+    height, left, right = 34 * len(rows) + 34, 84, 28
 
     def x(value: float) -> float:
         return round(left + (value + reach) / (2 * reach) * (WIDTH - left - right), 1)

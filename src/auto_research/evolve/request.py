@@ -55,12 +55,17 @@ def search_from(track: str, settings: dict, folder: Path | None = None) -> Searc
     else:
         definition = load_track(track, folder)
     profile = settings.get("profile") or ("quick" if "quick" in definition["budgets"] else min(definition["budgets"]))
-    budget = definition["budgets"].get(profile, {})
+    resolved = merged(definition, profile)
+    budget = definition["budgets"][profile]
     run = check_name(settings.get("run") or "default", "run")
     datasets = definition.get("datasets", [])
     dataset = settings.get("dataset") or (datasets[0] if datasets else "none")
     if datasets and dataset not in datasets:
         raise ConfigError(f"track {track}: unknown dataset {dataset!r}; known: {', '.join(datasets)}")
+
+    def chosen(name: str):
+        return settings[name] if settings.get(name) is not None else budget.get(name)
+
     seeds = _seeds(settings.get("seeds")) or budget.get("seeds", [42])
     config = {
         "schema_version": SCHEMA_VERSION,
@@ -71,22 +76,22 @@ def search_from(track: str, settings: dict, folder: Path | None = None) -> Searc
         "profile": profile,
         "seeds": list(seeds),
         "run_seed": seeds[0],
-        "population": _positive("population", settings.get("population") or budget.get("population", 2)),
-        "steps": settings.get("steps") or budget.get("steps"),
-        "evaluation_users": settings.get("evaluation_users") or budget.get("evaluation_users"),
+        "population": _whole("population", chosen("population"), 1),
+        "steps": _optional("steps", chosen("steps")),
+        "evaluation_users": _optional("evaluation_users", chosen("evaluation_users")),
         "trial_timeout_seconds": budget["trial_timeout_seconds"],
         "z": 1.0,
         "min_improvement": 0.0,
         "promotion_min_seeds": min(budget.get("promotion_min_seeds", 1), len(seeds)),
         "host": budget.get("host", {}),
-        "definition": merged(definition, profile),
+        "definition": resolved,
     }
     return Search(
         track=track,
         run=run,
         config=config,
-        generations=_positive("generations", settings.get("generations") or budget["generations"]),
-        timeout=float(settings.get("trial_timeout_seconds") or budget["trial_timeout_seconds"]),
+        generations=_whole("generations", chosen("generations"), 0),
+        timeout=float(chosen("trial_timeout_seconds")),
         device=settings.get("device"),
         threads=trial_threads_of(settings),
     )
@@ -111,10 +116,14 @@ def _seeds(value) -> list[int] | None:
     return seeds
 
 
-def _positive(name: str, value) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{name}: expected a positive whole number, got {value!r}")
+def _whole(name: str, value, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{name}: expected a whole number of at least {least}, got {value!r}")
     return value
+
+
+def _optional(name: str, value) -> int | None:
+    return None if value is None else _whole(name, value, 1)
 
 
 def frozen_text(config: dict) -> str:

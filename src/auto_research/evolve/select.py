@@ -147,6 +147,8 @@ def hash_chain(config_bytes: bytes, candidates_bytes: bytes, trials: list[dict],
 def choose(rows: list[dict], parent: dict | None, config: dict) -> tuple[dict, str]:
     """Return (champion row, one sentence). The parent competes with its recorded score and wins every tie."""
     eligible = sorted((row for row in rows if row["eligible"]), key=tie_key)
+    if parent is None and not eligible:
+        raise RunFailure(f"the baseline is not eligible: {rows[0]['why_not']}")
     if parent is None:
         return eligible[0], f"{eligible[0]['trial_id']} is the baseline"
     bar = round(parent["score"] + config["min_improvement"], DIGITS)

@@ -62,7 +62,7 @@ def supervise(job: dict, *, timeout: float, log: Path) -> Ended:
         (state / "outcome.json").unlink(missing_ok=True)
         write_json(state / "job.json", {**job, "accumulate": accumulate})
         command = [sys.executable, "-m", "auto_research.evolve.child", str(state / "job.json")]
-        finished = run_limited(command, timeout=timeout, log=log)
+        finished = run_limited(command, timeout=timeout, env=threads_environment(job["threads"]), log=log)
         seconds += finished.seconds
         outcome = _outcome(state, finished, timeout)
         status = outcome["status"]
@@ -76,6 +76,12 @@ def supervise(job: dict, *, timeout: float, log: Path) -> Ended:
             raise kind(f"{job['name']}: {outcome['message']} (log: {log})")
         seeds = [read_json(path) for path in (state / f"seed{seed}.json" for seed in job["seeds"]) if path.exists()]
         return Ended(status, outcome["error"], outcome["message"], seeds, attempts, accumulate, seconds)
+
+
+def threads_environment(threads: int) -> dict[str, str]:
+    """Thread counts of the child, set before any numerical library loads (hosts without torch need none of it)."""
+    names = ("AUTO_RESEARCH_CPU_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+    return dict.fromkeys(names, str(threads))
 
 
 def _outcome(state: Path, finished, timeout: float) -> dict:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -25,6 +26,7 @@ def work(job_path: Path) -> int:
     """Run the job and write ``outcome.json`` into its state folder; exit code 3 means the machine, not the candidate."""
     import traceback
 
+    from auto_research.experiment.graph import gpu_of
     from auto_research.runtime.devices import requested_device
     from auto_research.runtime.lease import lease_for
     from auto_research.runtime.process import die_with_parent
@@ -35,17 +37,24 @@ def work(job_path: Path) -> int:
     outcome = {"status": "completed", "error": None, "message": ""}
     code = 0
     try:
-        with lease_for(requested_device(job["device"])):
+        device = requested_device(job["device"])
+        with lease_for(device) if gpu_of(device) else nullcontext():
             run_job(job)
     except Exception as error:
         traceback.print_exc()
         status = status_of(error)
-        outcome = {"status": status, "error": type(error).__name__, "message": describe_error(error)[0][:500]}
+        outcome = {"status": status, "error": type(error).__name__, "message": one_line(error)}
         code = INFRASTRUCTURE if status == "infrastructure" else 0
         if isinstance(error, UserError):
             outcome["exit_code"] = error.exit_code
     write_json(state / "outcome.json", outcome)
     return code
+
+
+def one_line(error: Exception, limit: int = 300) -> str:
+    """The error's own text in one line, without its class."""
+    text = " ".join(str(error).split()) or describe_error(error)[0]
+    return text if len(text) <= limit else text[: limit - 4] + " ..."
 
 
 def status_of(error: Exception) -> str:
@@ -65,13 +74,9 @@ def status_of(error: Exception) -> str:
 
 def run_job(job: dict) -> None:
     """Run every seed that has no result yet (modes trial and test), or the floors."""
-    from auto_research.runtime.threads import set_threads
-
     config = load_frozen(Path(job["config"]))
     host = load_host(config)
     state = Path(job["state"])
-    if not job.get("no_torch"):
-        set_threads(job["threads"])
     opened = partial(unseal, Path(job["sealed"]), job["token"]) if job["mode"] != "trial" else None
     if job["mode"] == "floors":
         write_json(state / "floors.json", host.floors(config, Path(job["dev"]), opened))
