@@ -43,6 +43,8 @@ class Fingerprints:
         self._closures: dict[tuple[str, ...], frozenset[str]] = {}
         self._trees: dict[str, str] = {}
         self._codes: dict[Any, str] = {}
+        self._stages: dict[tuple[str, str, str, str], str] = {}
+        self._files: dict[str, tuple[Path, ...]] = {}
 
     @cached_property
     def cards(self) -> dict[str, Card]:
@@ -85,9 +87,14 @@ class Fingerprints:
 
     def stage(self, key: str, kind: str, name: str, tier: str) -> str:
         """Fingerprint of an artifact or arm: code, the adapter folder's other files, the card parts it reads."""
-        card = self.cards[key]
-        code = self.code(STAGES, f"adapters.{card.module}.experiment", files=_other_files(card.folder))
-        return self.combine(code, card.read_by(kind, name, tier))
+        asked = (key, kind, name, tier)
+        if asked not in self._stages:
+            card = self.cards[key]
+            if key not in self._files:
+                self._files[key] = _other_files(card.folder)
+            code = self.code(STAGES, f"adapters.{card.module}.experiment", files=self._files[key])
+            self._stages[asked] = self.combine(code, card.read_by(kind, name, tier))
+        return self._stages[asked]
 
     def compare(self, key: str) -> str:
         """Fingerprint of result.json, report.md and curves.svg: the comparing code and the card parts they show."""
