@@ -8,7 +8,7 @@ from typing import Any
 
 # Okabe and Ito, readable with every kind of colour vision
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31")
-WIDTH, LEFT, RIGHT, ROW = 760, 190, 30, 24
+WIDTH, LEFT, RIGHT, ROW = 820, 250, 30, 24
 NOT_A_MEASURE = {"epoch", "step", "loss", "seconds", "train_seconds", "learning_rate"}
 
 
@@ -81,17 +81,21 @@ def _training(result: dict, curves: dict[str, list[dict]], colours: dict) -> tup
     lines = {name: points for name, points in lines.items() if points}
     if not lines:
         return 0, ""
+    title = "training loss" if measure == "loss" else f"validation {measure}"
     height = 200
     across = Axis([x for points in lines.values() for x, _ in points], LEFT, WIDTH - RIGHT)
     up = Axis([y for points in lines.values() for _, y in points], height, 24)
-    parts = [_text(16, 12, f"{measure} by {time}, first seed", weight=600), _x_axis(across, 20, height)]
+    parts = [_text(16, 12, f"{title} by {time}, first seed", weight=600), _x_axis(across, 20, height)]
     for tick in up.ticks():
         parts.append(_text(LEFT - 6, up(tick) + 4, f"{tick:g}", anchor="end", colour="#666666"))
         parts.append(_line(LEFT, up(tick), WIDTH - RIGHT, up(tick), "#eeeeee"))
     for index, (name, points) in enumerate(lines.items()):
         path = " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in points)
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{colours[name]}" stroke-width="2"/>')
-        parts.append(_dot(24, 36 + 18 * index, colours[name]) + _text(34, 40 + 18 * index, name))
+        dash = "5 3" if list(colours).index(name) >= len(COLOURS) else "none"
+        style = f'fill="none" stroke="{colours[name]}" stroke-width="2" stroke-dasharray="{dash}"'
+        parts.append(f'<polyline points="{path}" {style}/>')
+        parts.append(_line(16, 36 + 18 * index, 34, 36 + 18 * index, colours[name], width=2, dash=dash))
+        parts.append(_text(40, 40 + 18 * index, name))
     return max(height, 36 + 18 * len(lines)) + 46, "".join(parts)
 
 
@@ -102,7 +106,7 @@ def _differences(result: dict) -> tuple[int, str]:
     if not rows:
         return 0, ""
     ends = [v for _, d in rows for v in (d["delta"], d["low"], d["high"]) if v is not None]
-    axis = Axis([0.0, *ends], LEFT + 90, WIDTH - RIGHT)
+    axis = Axis([0.0, *ends], LEFT + 120, WIDTH - RIGHT)
     bottom = 24 + ROW * len(rows)
     parts = [_text(16, 12, f"difference of {metric} with 95% interval", weight=600), _x_axis(axis, 20, bottom)]
     parts.append(_line(axis(0), 20, axis(0), bottom, "#444444"))
@@ -111,7 +115,7 @@ def _differences(result: dict) -> tuple[int, str]:
         sign = 1 if found["higher_is_better"] else -1
         apart = found["low"] is not None and (found["low"] > 0 or found["high"] < 0)
         colour = "#777777" if not apart else COLOURS[2] if sign * found["delta"] > 0 else COLOURS[1]
-        parts.append(_text(LEFT + 80, y + 4, f"{pair['arm']} - {pair['against']}", anchor="end"))
+        parts.append(_text(LEFT + 110, y + 4, f"{pair['arm']} - {pair['against']}", anchor="end"))
         if found["low"] is not None:
             parts.append(_line(axis(found["low"]), y, axis(found["high"]), y, colour, width=3))
         parts.append(_dot(axis(found["delta"]), y, colour))

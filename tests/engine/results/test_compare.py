@@ -94,7 +94,7 @@ def test_the_picture_is_well_formed_and_shows_every_arm(finished):
     write_result(card, layout, prints)
     picture = ElementTree.fromstring(layout.curves.read_text())
     texts = {element.text for element in picture.iter("{http://www.w3.org/2000/svg}text")}
-    assert {"popularity", "slow", "plain", "slow - plain", "ndcg@10 by epoch, first seed"} <= texts
+    assert {"popularity", "slow", "plain", "slow - plain", "validation ndcg@10 by epoch, first seed"} <= texts
     assert len(list(picture.iter("{http://www.w3.org/2000/svg}polyline"))) == 3
 
 
