@@ -82,7 +82,7 @@ def test_the_run_lock_removes_stale_locks_only_when_nobody_is_alive(tmp_path, mo
     locks = tmp_path / ".snakemake" / "locks"
     locks.mkdir(parents=True)
     (locks / "0.output.lock").touch()
-    other = open(tmp_path / ".snakemake" / "run.lock", "a")
+    other = open(tmp_path / ".snakemake" / "run.lock", "a")  # noqa: SIM115 (the open handle is the lock)
     fcntl.flock(other, fcntl.LOCK_SH)
     assert hold_run_lock(True) is not None
     assert (locks / "0.output.lock").exists()
