@@ -224,15 +224,6 @@ def _resolved(func, args, kwargs):
     return wrap(torch.conj_physical(value) if "conj" in func._schema.name else torch.neg(value))
 
 
-@special("_fused_sdp_choice")
-def _attention_choice(func, args, kwargs):
-    """The CPU's own choice of attention kernel; the plain one where a mask needs a gradient."""
-    mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
-    if mask is not None and mask.requires_grad:
-        return 0
-    return run_plain(_plans[func], func, args, kwargs)
-
-
 @special("is_pinned", "_nested_tensor_from_mask_left_aligned")
 def _no(func, args, kwargs):
     """No pinned memory, and no nested tensors: TransformerEncoder keeps its padded batch."""
