@@ -36,6 +36,15 @@ def test_target_is_absent_until_the_write_is_over(tmp_path):
     assert target.read_bytes() == b"x"
 
 
+def test_a_reader_of_the_old_file_never_sees_a_mixture(tmp_path):
+    target = tmp_path / "a.txt"
+    files.write_text(target, "old and long")
+    with target.open() as reader:
+        files.write_text(target, "new")
+        assert reader.read() == "old and long"
+    assert target.read_text() == "new"
+
+
 def test_json_text_is_sorted_and_ends_with_a_newline(tmp_path):
     files.write_json(tmp_path / "a.json", {"b": "名", "a": [1]})
     assert (tmp_path / "a.json").read_text(encoding="utf-8") == '{\n "a": [\n  1\n ],\n "b": "名"\n}\n'
