@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from adapters.rankmixer.cross_ranker import CrossRanker, matched_hidden
+from adapters.rankmixer.cross_ranker import CrossRanker, matched_sizes
 from adapters.rankmixer.model import RankMixer, RankMixerConfig
 from auto_research.baselines import bias as bias_baseline
 from auto_research.baselines import din as din_baseline
@@ -146,10 +146,10 @@ def dcnv2_matched(ctx: Context) -> Measurement:
     device, table, config = device_for(ctx.device), load_requests(ctx), config_of(ctx)
     reference = RankMixer(config, table.vocab, table.item_genres)
     target, inputs = reference.dense_params(), reference.input.width
-    hidden = matched_hidden(target, inputs, CROSS_LAYERS)
+    rank, hidden = matched_sizes(target, inputs, CROSS_LAYERS)
 
     def build(hyperparameters: dict[str, Any]) -> nn.Module:
-        return CrossRanker(config, table.vocab, table.item_genres, layers=CROSS_LAYERS, hidden=hidden)
+        return CrossRanker(config, table.vocab, table.item_genres, layers=CROSS_LAYERS, rank=rank, hidden=hidden)
 
     def sizes(model: CrossRanker, table: RequestTable) -> dict[str, Any]:
         return {"efficiency": {"dense_params": model.dense_params(), "rankmixer_dense_params": target}}

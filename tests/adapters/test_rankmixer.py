@@ -10,6 +10,7 @@ import synthetic
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from adapters.rankmixer.cross_ranker import CrossRanker, matched_sizes
 from adapters.rankmixer.model import CHANNELS, SLOTS, Block, RankMixer, RankMixerConfig
 from auto_research.blocks.relu_moe import Experts, PenaltyController, ReluMoE
 from auto_research.blocks.token_mixing import HeadShuffle, UniMixer, shuffle_permutation
@@ -355,8 +356,24 @@ def test_unimixer_works_with_heads_that_differ_from_tokens(table):
 # Every combination of slots
 
 
+def edited_from(table, request: int):
+    """The same table with every rating and item at or after the request's second changed."""
+    data = table.interactions
+    later = data.timestamp >= table.request_time[request]
+    assert later[table.index.start[request]]  # the target's own rating is among them
+    item = data.item.copy()
+    item[later] = item[later][::-1]
+    return table.edited(rating=np.where(later, 6 - data.rating, data.rating).astype(np.float32), item=item)
+
+
+@pytest.fixture(scope="module")
+def counterfactual(table):
+    request = int(table.requests("valid")[5])
+    return [t.score_batch(request, np.arange(1, 22), history=9) for t in (table, edited_from(table, request))]
+
+
 @pytest.mark.parametrize("switches", COMBINATIONS, ids=named)
-def test_every_combination_has_shape_gradient_and_chunked_scoring(table, switches):
+def test_every_combination_has_shape_gradient_causality_and_batching(table, counterfactual, switches):
     model, batch = build(table, **switches).train(), synthetic.training_batch(table, requests=6)
     passes = model.training_logits(batch)
     assert all(p.shape == (batch.pairs(), 3) for p in passes)
@@ -370,6 +387,11 @@ def test_every_combination_has_shape_gradient_and_chunked_scoring(table, switche
         state = model.prepare(request)  # the request's part once, the candidates in chunks
         chunks = torch.cat([model.score(state, part) for part in split_pairs(request, 8)])
     assert torch.allclose(chunks, whole, atol=1e-5)
+    before, after = counterfactual
+    assert torch.equal(logits(model, before), logits(model, after))
+    neighbours = [int(r) for r in table.requests("valid")[:3]]
+    alone = torch.cat([logits(model, table.batch([r], history=9)) for r in neighbours])
+    assert torch.allclose(logits(model, table.batch(neighbours, history=9)), alone, atol=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -409,14 +431,8 @@ def test_more_padding_changes_no_logit(table, switches):
 
 @pytest.mark.parametrize("switches", LISTED, ids=named)
 def test_nothing_at_or_after_the_request_is_read(table, switches):
-    data, request = table.interactions, int(table.requests("valid")[5])
-    later = data.timestamp >= table.request_time[request]
-    row = table.index.start[request]
-    own = np.flatnonzero(later & (data.user == table.request_user[request]))
-    rating, item = np.where(later, 6 - data.rating, data.rating).astype(np.float32), data.item.copy()
-    item[later] = item[later][::-1]
-    assert row in own
-    edited = table.edited(rating=rating, item=item)
+    request = int(table.requests("valid")[5])
+    data, edited = table.interactions, edited_from(table, request)
     items = np.arange(1, synthetic.ITEMS + 1)
     model = build(table, **switches)
     before, after = (t.score_batch(request, items, history=9) for t in (table, edited))
@@ -424,6 +440,24 @@ def test_nothing_at_or_after_the_request_is_read(table, switches):
     earlier = data.timestamp < table.request_time[request]
     moved = table.edited(rating=np.where(earlier, 6 - data.rating, data.rating).astype(np.float32))
     assert not torch.equal(logits(model, before), logits(model, moved.score_batch(request, items, history=9)))
+
+
+@pytest.mark.parametrize("name", SLOTS["seq_summary"])
+def test_declared_cost_of_the_sequence_summary(table, name):
+    model = build(table, seq_summary=name).eval()
+    batch = table.score_batch(int(table.requests("test")[3]), np.arange(1, 8), history=9)
+    with torch.no_grad():
+        r, p = model.input.encoder(batch)
+    assert r.mask.all()
+    summary = model.input.summary
+
+    def work():
+        _, state = summary.prepare(r.events, r.mask, r.user)
+        summary.score(state, p.key, batch.request_of)
+
+    with torch.no_grad():
+        assert flops_of(work) == summary.flops(7, 9)
+    assert summary.params() == sum(q.numel() for q in summary.parameters())
 
 
 def test_an_empty_history_gives_three_zero_vectors(table):
@@ -451,3 +485,13 @@ def test_unknown_slots_are_refused():
         RankMixerConfig(channel="nothing")
     with pytest.raises(ValueError, match="multiple"):
         RankMixerConfig(tokens=6, width=64)
+
+
+@pytest.mark.parametrize(("tokens", "width", "full"), [(8, 64, True), (8, 32, False), (4, 32, False)])
+def test_dcnv2_has_the_size_of_the_dense_model(table, tokens, width, full):
+    config = RankMixerConfig(tokens=tokens, width=width)
+    dense = RankMixer(config, table.vocab, table.item_genres)
+    rank, hidden = matched_sizes(dense.dense_params(), dense.input.width, layers=3)
+    ranker = CrossRanker(config, table.vocab, table.item_genres, layers=3, rank=rank, hidden=hidden)
+    assert (rank is None) == full
+    assert ranker.dense_params() == pytest.approx(dense.dense_params(), rel=0.05)

@@ -1,4 +1,5 @@
-"""Cross network of DCN-V2 (arXiv:2008.13535, equation 1), full-rank:  x_{l+1} = x_0 * (W_l x_l + b_l) + x_l."""
+"""Cross network of DCN-V2 (arXiv:2008.13535):  x_{l+1} = x_0 * (W_l x_l + b_l) + x_l  (equation 1), W_l = U_l V_l^T of
+rank r in the low-rank form (equation 3)."""
 
 from __future__ import annotations
 
@@ -6,14 +7,15 @@ from torch import Tensor, nn
 
 
 class CrossNetwork(nn.Module):
-    """`layers` cross layers on [..., width] -> [..., width]; layers * (width^2 + width) parameters.
+    """`layers` cross layers on [..., width] -> [..., width].
 
-    After l layers an output holds products of up to l + 1 input features.
+    rank None: layers * (width^2 + width) parameters; rank r: layers * (2 r width + width). After l layers an output holds
+    products of up to l + 1 input features.
     """
 
-    def __init__(self, width: int, layers: int = 3) -> None:
+    def __init__(self, width: int, layers: int = 3, rank: int | None = None) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.layers = nn.ModuleList(_cross_linear(width, rank) for _ in range(layers))
 
     def forward(self, x: Tensor) -> Tensor:
         first = x  # x_0
@@ -26,4 +28,11 @@ class CrossNetwork(nn.Module):
 
     def flops(self, rows: int) -> int:
         """Forward multiply-adds times two for `rows` inputs."""
-        return sum(2 * rows * layer.in_features * layer.out_features for layer in self.layers)
+        matrices = [p for p in self.parameters() if p.dim() == 2]
+        return sum(2 * rows * matrix.numel() for matrix in matrices)
+
+
+def _cross_linear(width: int, rank: int | None) -> nn.Module:
+    if rank is None:
+        return nn.Linear(width, width)
+    return nn.Sequential(nn.Linear(width, rank, bias=False), nn.Linear(rank, width))
