@@ -187,7 +187,7 @@ class RequestTable:
         Ids, vocabulary, prefix statistics and negatives stay those of the full table.
         """
         order = fixed_user_order(self.interactions.dataset, self.interactions.n_users)[:users]
-        table = object.__new__(RequestTable)
+        table = object.__new__(type(self))
         table.__dict__.update(self.__dict__)
         table._split = {name: r[np.isin(self.request_user[r], order)] for name, r in self._split.items()}
         if test_rows is not None:
@@ -329,7 +329,7 @@ class RequestTable:
 
     def edited(self, **columns: np.ndarray) -> RequestTable:
         """A table with other ratings or items but the same rows and splits (counterfactual and leakage checks)."""
-        return RequestTable(self.interactions.edited(**columns), replace(self.index))
+        return type(self)(self.interactions.edited(**columns), replace(self.index))
 
 
 def write_folder_of(canonical: Path, out: Path, manifest: dict) -> dict:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,6 +72,7 @@ class Context:
     out: Path | None = None
     progress_file: Path | None = None
     quiet: bool = False
+    observer: Callable[[str, dict[str, Any]], None] | None = field(default=None, repr=False)
     _shown: float = field(default=0.0, repr=False)
 
     def data(self, name: str) -> Path:
@@ -102,6 +103,20 @@ class Context:
             write_json(self.progress_file, shown | identity | {"done": done, "total": total})
         text = " ".join(f"{name}={_short(value)}" for name, value in values.items())
         self.log(f"{done:g}/{total:g} {text}".rstrip())
+
+    def observe(self, event: str, **values: Any) -> None:
+        """Show `values` to whoever watches this stage; nothing happens when nobody does, and nothing comes back.
+
+        The contract tests look into models through it; an adapter with a training loop of its own calls it as
+        `train_ctr` and `train_next_item` do:
+
+        'step': model, step (from 1), after the optimizer's step and before the gradients are cleared.
+        'trained': model, data, score, validation, before any test unit is read. `score(data, ...)` gives the model's
+        scores on `data` or an edited copy of it: (table, request, items) -> logits [P, 3] of a RequestTable,
+        (sequences, split, positions) -> [B, n_items + 1] of a LeaveTwoOut.
+        """
+        if self.observer is not None:
+            self.observer(event, values)
 
     def log(self, text: str) -> None:
         """One line on stderr, with the stage's name in front."""

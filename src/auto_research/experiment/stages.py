@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,11 +101,15 @@ def run_stage(
     fingerprint: str,
     inputs: dict[str, str],
     quiet: bool = False,
+    observer: Callable[[str, dict[str, Any]], None] | None = None,
 ) -> Measurement | None:
-    """Run the stage's function and write its output; the Measurement of an arm, None for an artifact."""
+    """Run the stage's function and write its output; the Measurement of an arm, None for an artifact.
+
+    observer: gets what the stage shows by `Context.observe`.
+    """
     set_threads(stage.threads)
     seed_everything(stage.seed)
-    context = _context(stage, state, quiet)
+    context = _context(stage, state, quiet, observer)
     if stage.kind == "artifact":
         shutil.rmtree(context.out, ignore_errors=True)
         context.out.mkdir(parents=True)
@@ -145,7 +150,7 @@ def _write_manifest(stage: Stage, record: dict, folder: Path, cost: dict) -> Non
     write_json(stage.output, validate(record | {"files": files, "cost": cost}, "manifest"))
 
 
-def _context(stage: Stage, state: StateFolder, quiet: bool) -> Context:
+def _context(stage: Stage, state: StateFolder, quiet: bool, observer: Callable | None) -> Context:
     tuned = input_files(stage).get("tuned")
     return Context(
         key=stage.card.key,
@@ -163,4 +168,5 @@ def _context(stage: Stage, state: StateFolder, quiet: bool) -> Context:
         out=stage.layout.artifact(stage.name, stage.seed) if stage.kind == "artifact" else None,
         progress_file=state.path / "progress.json",
         quiet=quiet,
+        observer=observer,
     )

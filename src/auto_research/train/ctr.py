@@ -175,6 +175,13 @@ def train_ctr(
 
     trained, trials = best_of_trials(ctx, run, SELECTION)
     model = trained.model.eval()
+    ctx.observe(
+        "trained",
+        model=model,
+        data=table,
+        score=request_scorer(model, device, budget.history),
+        validation=trained.validation,
+    )
     measured = measure_requests(
         model_scorer(model, device),
         table,
@@ -210,6 +217,7 @@ def _train_once(
             model.after_step(step, total)
         if on_step:
             on_step(model, step, total)
+        ctx.observe("step", model=model, step=step)
 
     fitted = fit(
         model,
@@ -226,6 +234,14 @@ def _train_once(
     )
     cost = {"seconds": fitted.seconds, "train_seconds": fitted.train_seconds, "steps": fitted.steps}
     return Trained(model, fitted.validation, curve=fitted.history, cost=cost | {"best_epoch": fitted.best_epoch})
+
+
+def request_scorer(
+    model: nn.Module, device: torch.device, history: int
+) -> Callable[[RequestTable, int, np.ndarray], np.ndarray]:
+    """(table, request, items int64[P]) -> logits float32[P, 3] of arbitrary candidates as of the request's time."""
+    score = model_scorer(model, device)
+    return lambda table, request, items: score(table.score_batch(request, items, history=history)).float().cpu().numpy()
 
 
 def pair_flops(model: nn.Module, table: RequestTable, budget: RequestBudget, device: torch.device) -> float:

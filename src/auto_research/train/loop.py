@@ -21,7 +21,6 @@ from auto_research.runtime.errors import NonFinite
 from auto_research.runtime.seeds import restore_rng, rng_state
 from auto_research.train.state import StateFolder
 
-CHECKPOINT_SECONDS = 20.0
 ACCELERATOR_CHECK_STEPS = 16  # on accelerators a look at the loss waits for the device
 
 
@@ -40,6 +39,7 @@ class Plan:
     epochs: cap.  steps: cap on optimizer steps over all epochs (None: no cap).  clip: largest gradient norm.
     key: the validation value that chooses the epoch (None: the last epoch stands).  patience: validations without an
     improvement before stopping (None: never stop).  validate_every: epochs between validations.
+    checkpoint_seconds: between saves (None: as the state folder says).
     """
 
     epochs: int
@@ -49,7 +49,7 @@ class Plan:
     higher_is_better: bool = True
     patience: int | None = None
     validate_every: int = 1
-    checkpoint_seconds: float = CHECKPOINT_SECONDS
+    checkpoint_seconds: float | None = None
 
 
 @dataclass
@@ -119,6 +119,7 @@ def fit(
     now = run.resume(device)
     total = _total_steps(plan, len(batches(0)))
     clock = _Clock(device)
+    every = state.checkpoint_seconds if plan.checkpoint_seconds is None else plan.checkpoint_seconds
     saved_at = time.monotonic()
     while not now.done:
         epoch_batches = batches(now.epoch)
@@ -137,7 +138,7 @@ def fit(
             if progress:
                 shown = {"loss": float(value)} if device.type == "cpu" else {}
                 progress(now.step, total, epoch=now.epoch + 1, **shown)
-            if time.monotonic() - saved_at >= plan.checkpoint_seconds:
+            if time.monotonic() - saved_at >= every:
                 guard.check()
                 clock.lap(now, train=True)
                 run.save(now)

@@ -192,6 +192,11 @@ def train_next_item(
     budget = NextItemBudget.of(ctx.budget, **overrides)
     schedule = schedule or warmup_cosine(budget.warmup)
 
+    def after(model: nn.Module, step: int, total: int) -> None:
+        if on_step:
+            on_step(model, step, total)
+        ctx.observe("step", model=model, step=step)
+
     def run(hyperparameters: dict[str, Any], state: StateFolder) -> Trained:
         seed_everything(ctx.seed)
         model = build(hyperparameters, sequences).to(device)
@@ -212,13 +217,21 @@ def train_next_item(
             validate=lambda _: validation_metrics(score, sequences),
             state=state,
             schedule=schedule,
-            on_step=on_step,
+            on_step=after,
             progress=ctx.progress,
         )
         cost = {"seconds": fitted.seconds, "train_seconds": fitted.train_seconds, "steps": fitted.steps}
         return Trained(model, fitted.validation, curve=fitted.history, cost=cost | {"best_epoch": fitted.best_epoch})
 
     trained, trials = best_of_trials(ctx, run, SELECTION)
+    model = trained.model.eval()
+    ctx.observe(
+        "trained",
+        model=model,
+        data=sequences,
+        score=lambda data, split, positions: model_scorer(model, data, budget.length, device)(split, positions),
+        validation=trained.validation,
+    )
     measured = measure_next_item(model_scorer(trained.model, sequences, budget.length, device), sequences, chunk=CHUNK)
     measured.validation, measured.curve = trained.validation, trained.curve
     measured.hyperparameters, measured.trials = trained.hyperparameters, trials

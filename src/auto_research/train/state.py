@@ -17,17 +17,19 @@ from auto_research.runtime.files import atomic_path
 from auto_research.runtime.names import check_name
 
 LOCK_SECONDS = 60.0
+CHECKPOINT_SECONDS = 20.0
 
 
 class StateFolder:
     """A folder with one saved state, `state.pt`, and child folders for stages of the same job.
 
     A state is a nested dict of tensors and plain values. It is replaced as a whole, so that a reader sees the old one or
-    the new one; it is read with `weights_only=True`.
+    the new one; it is read with `weights_only=True`. Training loops save at least every `checkpoint_seconds`.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, checkpoint_seconds: float = CHECKPOINT_SECONDS) -> None:
         self.path = Path(path)
+        self.checkpoint_seconds = checkpoint_seconds
 
     @property
     def file(self) -> Path:
@@ -69,7 +71,7 @@ class StateFolder:
 
     def child(self, name: str) -> StateFolder:
         """State of a part of the job, below this folder."""
-        return StateFolder(self.path / check_name(name, "state"))
+        return StateFolder(self.path / check_name(name, "state"), self.checkpoint_seconds)
 
     def discard(self) -> None:
         """Remove the folder with its children; nothing happens when it does not exist."""

@@ -1,0 +1,118 @@
+"""Counterfactual data: what a model must not see, and what it must, edited."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+
+from auto_research.data.folder import read_manifest, read_tables, write_folder
+from auto_research.data.interactions import TABLES
+from auto_research.data.prepare import DERIVED, prepare_table
+from auto_research.data.request_index import SPLITS
+from auto_research.data.requests import RequestTable
+from auto_research.data.sequences import MIN_EVENTS, LeaveTwoOut
+
+CANDIDATES = 24
+
+
+def scores(trained: SimpleNamespace, data=None, request: int | None = None, split: str = "test") -> np.ndarray:
+    """Scores of one request's first items (request table) or of two users (sequences), on `data` or the arm's own."""
+    data = trained.data if data is None else data
+    if isinstance(data, RequestTable):
+        request = int(data.requests("test")[0]) if request is None else request
+        return np.asarray(trained.score(data, request, np.arange(1, CANDIDATES + 1)))
+    return np.asarray(trained.score(data, split, np.arange(min(2, len(data)))))
+
+
+def edges(table: RequestTable) -> list[int]:
+    """The first and the last test request in time."""
+    requests = table.requests("test")
+    time = table.request_time[requests]
+    return sorted({int(requests[time.argmin()]), int(requests[time.argmax()])})
+
+
+class EditedTables:
+    """Edited request tables; arms with the same split share them."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple, RequestTable] = {}
+
+    def future(self, table: RequestTable, request: int) -> RequestTable:
+        """Value and item of every rating at or after the request's second changed, whoever gave it."""
+        rows = table.interactions.timestamp >= table.request_time[request]
+        return self._edited("future", table, request, rows)
+
+    def past(self, table: RequestTable, request: int) -> RequestTable:
+        """Value and item of everything the request's user rated before it changed."""
+        rows = np.zeros(len(table.interactions), dtype=bool)
+        rows[table.index.first[request] : table.index.start[request]] = True
+        return self._edited("past", table, request, rows)
+
+    def _edited(self, what: str, table: RequestTable, request: int, rows: np.ndarray) -> RequestTable:
+        data, index = table.interactions, table.index
+        split = hashlib.sha256(index.split.tobytes() + index.train_row.tobytes()).digest()
+        key = (what, type(table), data.dataset, len(data), split, request)
+        if key not in self._made:
+            item, rating = changed(data.item, data.rating, rows)
+            self._made[key] = table.edited(item=item, rating=rating)
+        return self._made[key]
+
+
+def changed(item: np.ndarray, rating: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Items of `rows` in reverse order and their ratings mirrored on the scale 1..5."""
+    item, rating = item.copy(), rating.copy()
+    item[rows] = item[rows][::-1]
+    rating[rows] = 6 - rating[rows]
+    return item, rating
+
+
+def other_targets(sequences: LeaveTwoOut, split: str) -> LeaveTwoOut:
+    """Other items as the target of `split` and in everything after it."""
+
+    def another(items: np.ndarray) -> np.ndarray:
+        return items % sequences.n_items + 1
+
+    edited = replace(sequences, test_target=another(sequences.test_target))
+    return edited if split == "test" else replace(edited, valid_target=another(sequences.valid_target))
+
+
+def other_history(sequences: LeaveTwoOut) -> LeaveTwoOut:
+    return replace(sequences, train_items=sequences.train_items % sequences.n_items + 1)
+
+
+def tested_rows(data: RequestTable | LeaveTwoOut, user: np.ndarray) -> np.ndarray:
+    """bool[N] rows of the canonical order that are test rows of the split which `data` uses. user: int[N]."""
+    if isinstance(data, RequestTable):
+        return np.repeat(data.index.split == SPLITS.index("test"), data.index.stop - data.index.start)
+    last = np.append(user[1:] != user[:-1], True)
+    return last & (np.bincount(user)[user] >= MIN_EVENTS)
+
+
+class EditedFolders:
+    """Prepared folders in which value and item of all test rows are changed; one per split, shared by all adapters."""
+
+    def __init__(self, prepared: Path, dataset: str, folder: Path) -> None:
+        self.prepared, self.dataset, self.folder = prepared, dataset, folder
+
+    def root(self, data: RequestTable | LeaveTwoOut) -> Path:
+        """A data root for runs that must not notice."""
+        tables = read_tables(self.prepared / "canonical", TABLES)
+        column = {name: tables["ratings"][name].to_numpy() for name in tables["ratings"].column_names}
+        rows = tested_rows(data, column["user"])
+        root = self.folder / hashlib.sha256(rows.tobytes()).hexdigest()[:12]
+        if not root.is_dir():
+            item, rating = changed(column["item"], column["rating"], rows)
+            self._write(root / self.dataset, tables, column | {"item": item, "rating": rating})
+        return root
+
+    def _write(self, out: Path, tables: dict, column: dict[str, np.ndarray]) -> None:
+        import pyarrow as pa
+
+        manifest = read_manifest(self.prepared / "canonical")
+        write_folder(out / "canonical", {**tables, "ratings": pa.table(column)}, manifest)
+        for name in DERIVED:
+            prepare_table(out / "canonical", name, out / name)
