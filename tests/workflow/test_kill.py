@@ -4,10 +4,13 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
+CHECKOUT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.workflow
 ARM = "results/reproduce/toy/tiny/movielens-100k/seed42/arms/slow.json"
 
@@ -62,3 +65,23 @@ def test_a_second_live_run_of_the_same_target_is_refused(bench):
         (bench.meet / "hold-slow-1").unlink()
         assert process.wait() == 0
     assert bench.trace("slow") == [0, 1, 2, 3]
+
+
+def test_a_job_whose_workflow_is_already_gone_does_not_start(bench):
+    run = [
+        sys.executable,
+        str(CHECKOUT / "scripts" / "run_arm.py"),
+        "--adapter",
+        "toy",
+        "--tier",
+        "tiny",
+        "--arm",
+        "popularity",
+    ]
+    env = {**bench.env, "AUTO_RESEARCH_JOB_PARENT": "1" if os.getpid() != 1 else "2"}
+    done = subprocess.run(run, env=env, cwd=bench.work, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "error: the workflow that started this job is gone\n"
+    assert not (bench.work / "results").exists()
+    done = subprocess.run(run, env={**env, "AUTO_RESEARCH_JOB_PARENT": str(os.getpid())}, cwd=bench.work, check=False)
+    assert done.returncode == 0

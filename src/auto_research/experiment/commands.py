@@ -14,9 +14,12 @@ from pathlib import Path
 
 from auto_research.experiment.card import TIERS, find_card
 from auto_research.experiment.layout import Layout
-from auto_research.runtime.errors import ConfigError, describe_error
+from auto_research.runtime.errors import ConfigError, RunFailure, describe_error
 from auto_research.runtime.files import write_json
 from auto_research.runtime.paths import code_root
+from auto_research.runtime.process import die_with_parent
+
+PARENT = "AUTO_RESEARCH_JOB_PARENT"
 
 
 def parser(description: str) -> argparse.ArgumentParser:
@@ -32,6 +35,7 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 def stage_main(kind: str, arguments: Sequence[str] | None = None) -> int:
     """Run one artifact or arm from its command line. kind: 'artifact' | 'arm'."""
+    end_with_workflow()
     flags = parser(f"Run one {kind} of an adapter and write its output below results/reproduce.")
     flags.add_argument(f"--{kind}", required=True, dest="name")
     flags.add_argument("--seed", type=int, default=42)
@@ -45,6 +49,17 @@ def stage_main(kind: str, arguments: Sequence[str] | None = None) -> int:
     layout = Layout(card.key, options.tier, card.dataset(options.dataset))
     with failure_record(layout, kind, options.name, options.seed, options.log):
         return _run(card, layout, kind, options)
+
+
+def end_with_workflow() -> None:
+    """End this job when the workflow that started it dies, also if that has happened already.
+
+    Called before torch is imported: a workflow killed during those seconds would else leave an orphan that trains on.
+    """
+    workflow = os.environ.pop(PARENT, None)
+    die_with_parent()
+    if workflow and workflow != str(os.getppid()):
+        raise RunFailure("the workflow that started this job is gone")
 
 
 def show_tracebacks(debug: bool) -> None:
@@ -85,10 +100,8 @@ def _run(card, layout: Layout, kind: str, options: argparse.Namespace) -> int:
     from auto_research.experiment.stages import Stage, input_hashes, is_complete, run_stage, state_key
     from auto_research.runtime.devices import requested_device
     from auto_research.runtime.lease import lease_for
-    from auto_research.runtime.process import die_with_parent
     from auto_research.train.state import StateFolder
 
-    die_with_parent()
     stage = Stage(card, layout, kind, options.name, options.seed, options.device, options.cpu_threads)
     fingerprint = options.fingerprint or _fingerprint(card, kind, options)
     inputs = input_hashes(stage)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from auto_research.experiment.commands import PARENT
 from auto_research.runtime.devices import check_device_text
 from auto_research.runtime.errors import UserError
 from auto_research.runtime.paths import code_root
@@ -45,6 +46,7 @@ class Machine:
         os.environ["AUTO_RESEARCH_ROOT"] = str(self.root)
         os.environ["AUTO_RESEARCH_DEVICE"] = self.device
         os.environ["AUTO_RESEARCH_DATASET_DIR"] = self.dataset_dir
+        os.environ[PARENT] = str(os.getpid())
         if self.offline:
             os.environ.update(dict.fromkeys(_OFFLINE, "1"))
         return self
