@@ -22,7 +22,16 @@ if TYPE_CHECKING:
     from auto_research.experiment.context import Context
 
 START_SCALE = 0.02
-WIDTH, LAYERS, HEADS, DROPOUT = 64, 2, 2, 0.3
+SIZES = {"width": 64, "layers": 2, "heads": 2, "dropout": 0.3}
+RECIPE = {
+    "length": 64,
+    "batch": 16,
+    "epochs": 60,
+    "patience": 10,
+    "warmup": 100,
+    "validate_every": 2,
+    "trials": [{"learning_rate": 2e-3, "weight_decay": 0.0}],
+}
 
 
 class SASRec(nn.Module):
@@ -52,18 +61,15 @@ class SASRec(nn.Module):
 
 
 def run(ctx: Context, *, device: torch.device, **overrides: Any) -> Measurement:
-    """Tune, train and measure SASRec. Reads `width`, `layers`, `heads`, `dropout` of the budget besides NextItemBudget.
+    """Tune, train and measure SASRec.
 
-    overrides: any of these and of NextItemBudget's fields.
+    Sizes (SIZES) and training (NextItemBudget, trials) come from overrides, else the budget, else the tuned RECIPE.
     """
-    chosen = {
-        name: overrides.pop(name, ctx.budget.get(name, default))
-        for name, default in (("width", WIDTH), ("layers", LAYERS), ("heads", HEADS), ("dropout", DROPOUT))
-    }
-    config = TransformerConfig(**chosen)
-    length = NextItemBudget.of(ctx.budget, **overrides).length
+    settings = {**SIZES, **RECIPE, **ctx.budget, **overrides}
+    config = TransformerConfig(**{name: settings[name] for name in SIZES})
+    budget = NextItemBudget.of(settings)
 
     def build(_: dict[str, Any], sequences: LeaveTwoOut) -> nn.Module:
-        return SASRec(sequences.n_items, length, config)
+        return SASRec(sequences.n_items, budget.length, config)
 
-    return train_next_item(ctx, build, device=device, **overrides)
+    return train_next_item(ctx, build, device=device, trials=settings["trials"], **vars(budget))

@@ -10,7 +10,7 @@ validate_every (epochs); optional steps, users; trials [{learning_rate, weight_d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
@@ -177,6 +177,7 @@ def train_next_item(
     sequences: LeaveTwoOut | None = None,
     on_step: Callable[[nn.Module, int, int], None] | None = None,
     schedule: Callable[[int, int], float] | None = None,
+    trials: Sequence[dict[str, Any]] | None = None,
     **overrides: Any,
 ) -> Measurement:
     """Tune, train and measure one sequence model; selection by validation ndcg@10, test read once.
@@ -186,7 +187,7 @@ def train_next_item(
     build: (hyperparameters of the trial, sequences) -> model on CPU, called right after seeding.
     device: from `device_for(ctx.device)` in the adapter's own file.
     schedule: learning-rate factor, default warm-up and cosine over the planned steps.
-    overrides: fields of NextItemBudget that beat the card's budget.
+    trials: default the budget's.  overrides: fields of NextItemBudget that beat the card's budget.
     """
     sequences = sequences or load_sequences(ctx)
     budget = NextItemBudget.of(ctx.budget, **overrides)
@@ -223,7 +224,7 @@ def train_next_item(
         cost = {"seconds": fitted.seconds, "train_seconds": fitted.train_seconds, "steps": fitted.steps}
         return Trained(model, fitted.validation, curve=fitted.history, cost=cost | {"best_epoch": fitted.best_epoch})
 
-    trained, trials = best_of_trials(ctx, run, SELECTION)
+    trained, trials = best_of_trials(ctx, run, SELECTION, trials=trials)
     model = trained.model.eval()
     ctx.observe(
         "trained",
