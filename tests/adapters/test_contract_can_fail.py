@@ -440,3 +440,49 @@ def test_every_check_is_part_of_the_contract():
     text = Path(__file__).with_name("test_contract.py").read_text(encoding="utf-8")
     assert promises
     assert [name for name in sorted(promises) if f"checks.{name}(runs" not in text] == []
+
+
+# Artifacts
+
+
+def with_artifact(content) -> tuple[Card, Experiment]:
+    """An artifact of three saved steps and a floor that reads it. content: (ctx, state) -> text of the file."""
+    experiment = Experiment("toy")
+
+    def table(ctx):
+        state = ctx.state.load() or {"step": 0, "draws": []}
+        while state["step"] < 3:
+            state = {"step": state["step"] + 1, "draws": [*state["draws"], float(torch.rand(()))]}
+            ctx.state.save({**state, "rng": torch.get_rng_state()})
+        (ctx.out / "table.txt").write_text(content(ctx, state))
+
+    def floor(ctx):
+        text = (ctx.artifact("table") / "table.txt").read_text()
+        return Measurement({"auc": len(text) / 1000})
+
+    experiment.artifact(table)
+    experiment.arm(floor)
+    made = card("text", "requests", {"floor": {"role": "floor"}}, "auc")
+    made.facts["artifacts"]["table"] = {"what": "a table", "needs": []}
+    made.facts["arms"]["floor"]["needs"] = ["table"]
+    return made, experiment
+
+
+def test_an_artifact_keeps_the_promises_too(runs_of):
+    runs = runs_of(with_artifact(lambda ctx, state: f"{ctx.seed} {state['step']}"))
+    checks.runs_on_cpu(runs)
+    checks.a_killed_run_is_resumed(runs)
+    checks.one_seed_gives_one_result(runs)
+    assert runs.resumed("artifact", "table")[1] is not None  # it was killed
+    assert runs.stages == [("artifact", "table"), ("arm", "floor")]
+
+
+def test_an_artifact_that_forgets_its_generator(runs_of):
+    runs = runs_of(with_artifact(lambda ctx, state: str(state["draws"])))
+    checks.one_seed_gives_one_result(runs)
+    breaks(checks.a_killed_run_is_resumed, runs, match=r"table: killed and resumed, it differs .* table\.txt")
+
+
+def test_an_artifact_written_without_a_seed(runs_of):
+    runs = runs_of(with_artifact(lambda ctx, state: str(np.random.default_rng().random())))
+    breaks(checks.one_seed_gives_one_result, runs, match="table: two runs with seed 42 differ")
