@@ -150,9 +150,12 @@ class MiniBatchAware:
             table.register_hook(lambda gradient, name=name, table=table: self.added(name, table, gradient))
 
     def observe(self, batch: RequestBatch) -> None:
-        """Remember which ids the batch holds; bincount > 0, because unique ids are not deterministic on CUDA."""
+        """Remember which ids the batch holds; bincount > 0, because unique ids are not deterministic on CUDA.
+
+        Empty history slots hold the padding id, which is never present.
+        """
         ids = {
-            "item": torch.cat([batch.item, batch.hist_item[batch.hist_mask]]),
+            "item": torch.cat([batch.item, batch.hist_item.flatten()]),
             "user_id": batch.user_id,
             "zip": batch.zip,
         }

@@ -289,7 +289,7 @@ def test_mini_batch_aware_regularisation_by_hand():
     assert not torch.equal(table[1], before[1])
 
 
-def test_padding_and_negatives(table):
+def test_regularisation_reaches_every_id_of_the_batch_and_no_padding(table):
     batch = synthetic.training_batch(table)
     ones = {
         "item": torch.ones(synthetic.ITEMS + 1),

@@ -122,3 +122,7 @@ class AttentionPooling(nn.Module):
         weights = self.weights(events, mask, key, request_of)
         pooled = pool_by_request(weights, events, request_of)
         return pooled if self.pooling == "softmax" else pooled * self.scale
+
+    def flops(self, pairs: int, length: int, width: int) -> int:
+        """Forward matrix FLOPs of unit and weighted sum for `pairs` candidates of one request."""
+        return 2 * pairs * length * width + (self.unit.flops(pairs, length) if self.unit else 0)

@@ -53,6 +53,11 @@ class AttentionLayer(nn.Module):
     def forward(self, x: Tensor, source: Tensor, allowed: Tensor) -> Tensor:
         return self.attend(x, *self.keys_values(source), allowed)
 
+    def flops(self, queries: int, keys: int, sources: int) -> int:
+        """Forward matrix FLOPs of one set of `queries` over `keys`, of which `sources` get new K and V."""
+        d, hidden = self.q.in_features, self.ffn[0].out_features
+        return queries * (4 * d * d + 4 * d * hidden + 4 * keys * d) + 4 * sources * d * d
+
 
 class TokenMerge(nn.Module):
     """Groups of K = 4 adjacent events, aligned to the newest: m_i = W [InnerTrans(e_{iK..iK+K-1})].
@@ -80,6 +85,14 @@ class TokenMerge(nn.Module):
             allowed = valid.unsqueeze(1) & valid.unsqueeze(2)
             merged = (self.transformer(e, e, allowed) * valid.unsqueeze(2)).flatten(1)  # (R M, 4 d)
         return self.project(merged).reshape(requests, groups, -1), valid.any(1).reshape(requests, groups)
+
+    def flops(self, length: int) -> int:
+        """Forward matrix FLOPs of one request."""
+        groups = -(-length // GROUP)
+        project = 2 * groups * self.project.in_features * self.project.out_features
+        if self.transformer is None:
+            return project + 2 * groups * GROUP * self.project.in_features
+        return project + groups * self.transformer.flops(GROUP, GROUP, GROUP)
 
 
 class LongerState(NamedTuple):
@@ -170,6 +183,19 @@ class Longer(nn.Module):
     def params(self) -> int:
         return sum(p.numel() for p in self.parameters())
 
+    def flops(self, pairs: int, length: int, requests: int = 1) -> int:
+        """Forward matrix FLOPs; a request's part is paid once."""
+        width, d = self.project.in_features, self.project.out_features
+        if self.merge is None:
+            merged, tokens = length, 2 * length * d * width + self.full.flops(length, length, length)
+        else:
+            merged, tokens = -(-length // GROUP), self.merge.flops(length)
+        rows = 2 + min(RECENT, merged)
+        request = tokens + 2 * self.user.in_features * width + 4 * width * d
+        request += self.layer1.flops(rows, merged + 2, merged + 2) + self.layer2.flops(2, rows, rows)
+        pair = self.layer1.flops(1, merged + 2, 0) + self.layer2.flops(1, rows + 1, 1) + 4 * width * d
+        return requests * request + pairs * pair
+
 
 class SmallState(NamedTuple):
     k: Tensor
@@ -225,3 +251,11 @@ class LongerSmall(nn.Module):
 
     def params(self) -> int:
         return sum(p.numel() for p in self.parameters())
+
+    def flops(self, pairs: int, length: int, requests: int = 1) -> int:
+        """Forward matrix FLOPs; a request's part is paid once."""
+        merged, recent = -(-length // GROUP), min(RECENT, length)
+        request = self.merge.flops(length) + self.cross.flops(recent + 1, merged, merged)
+        rows = recent + 2
+        pair = self.cross.flops(1, merged, 0) + self.self_attention.flops(rows, rows, rows)
+        return requests * request + pairs * (pair + 2 * recent * self.cls.numel())

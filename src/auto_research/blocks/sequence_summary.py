@@ -1,7 +1,7 @@
 """Sequence summaries: how L behaviour events become three vectors of the event width.
 
 Contract of the slot: `prepare(events [R, L, d], mask [R, L], user [R, 80]) -> (vectors [R, m, d], cache)` once per
-request, `score(cache, key [P, d], request_of [P]) -> [P, 3 - m, d]` per candidate; class attribute `shared` = m. A vector
+request, `score(cache, key [P, d], request_of [P]) -> [P, 3 - m, d]` per candidate; class attribute `shared` = m, `params()`, `flops(pairs, length, requests)`. A vector
 that depends on the candidate comes after those that do not.
 """
 
@@ -25,9 +25,19 @@ class DefaultSummary(nn.Module):
 
     shared = 2
 
-    def __init__(self, event_width: int = 48, user_width: int = 80, width: int = 64, *, longest: int = 50, **unused):
+    def __init__(
+        self,
+        event_width: int = 48,
+        user_width: int = 80,
+        width: int = 64,
+        *,
+        longest: int = 50,
+        unit_hidden: tuple[int, int] = (80, 40),
+        **unused,
+    ):
         super().__init__()
-        self.attention = AttentionPooling(event_width, longest=longest)
+        self.width = event_width
+        self.attention = AttentionPooling(event_width, longest=longest, hidden=unit_hidden)
 
     def prepare(self, events: Tensor, mask: Tensor, user: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         last = slice(max(0, events.shape[1] - RECENT), None)
@@ -40,6 +50,11 @@ class DefaultSummary(nn.Module):
 
     def params(self) -> int:
         return sum(p.numel() for p in self.parameters())
+
+    def flops(self, pairs: int, length: int, requests: int = 1) -> int:
+        """Forward matrix FLOPs; a request's part is paid once."""
+        request = 2 * self.width * (length + min(RECENT, length))
+        return requests * request + self.attention.flops(pairs, length, self.width)
 
 
 SEQUENCE_SUMMARIES = {"default": DefaultSummary, "longer": Longer, "longer_small": LongerSmall}

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from auto_research.blocks.longer import GROUP, AttentionLayer, Longer, LongerSmall, TokenMerge, masked_attention
+from auto_research.metrics.cost import flops_of
 
 LENGTH, WIDTH = 18, 12
 
@@ -101,5 +102,11 @@ def test_ablations_have_the_same_outputs_and_other_numbers(switch):
     a, b = (vectors(s, events, mask, user, key, request_of) for s in (plain, ablated))
     assert a.shape == b.shape
     assert not torch.allclose(a, b)
+    requests, pairs = 3, 6
+
+    def work():
+        vectors(ablated, events, mask, user, key, request_of)
+
+    assert flops_of(work) == ablated.flops(pairs, LENGTH, requests)
     if "inner" in switch:
         assert ablated.params() < plain.params()
