@@ -44,6 +44,7 @@ class RankMixerConfig:
     expansion: int = 4
     history: int = 50
     seq_summary: str = "default"
+    unit_hidden: tuple[int, int] = (80, 40)  # of the DIN attention in the default summary
     token_mixer: str = "rankmixer"
     channel: str = "pffn"
     norm: str = "post"
@@ -104,7 +105,8 @@ class RankerInput(nn.Module):
         super().__init__()
         self.encoder = RequestEncoder(vocab, item_genres)
         encoder, slot = self.encoder, SEQUENCE_SUMMARIES[config.seq_summary]
-        self.summary = slot(encoder.event_width, encoder.user_width, config.width, longest=config.history)
+        sizes = {"longest": config.history, "unit_hidden": tuple(config.unit_hidden)}
+        self.summary = slot(encoder.event_width, encoder.user_width, config.width, **sizes)
         self.width = encoder.request_width + encoder.pair_width + SUMMARIES * encoder.event_width
         self.request_width = encoder.request_width + self.summary.shared * encoder.event_width
         self.dropout = Dropout(config.dropout)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from auto_research.blocks.dice import EPS, Dice
 
-BLOCK = 32  # pairs per block: 32 x 50 x 80 floats are 512 kB
+BLOCK_FLOATS = 1 << 18  # of a block's [c, l, h1] activations and [c, d, h1] weights: 1 MB stays in the cache
 
 
 class Block(NamedTuple):
@@ -32,13 +32,17 @@ class Block(NamedTuple):
         return per_request[:, self.since :][self.requests]
 
 
-def blocks_of(request_of: Tensor, mask: Tensor) -> list[Block]:
-    """Pairs in blocks of similar history length, so that little padding is computed. mask: float[R, L]."""
+def blocks_of(request_of: Tensor, mask: Tensor, floats_per_slot: int, extra_slots: int) -> list[Block]:
+    """Pairs in blocks of similar history length, so that little padding is computed. mask: float[R, L].
+
+    A pair takes floats_per_slot * (L + extra_slots) floats of the block's budget.
+    """
     length = mask.shape[1]
+    size = max(1, BLOCK_FLOATS // (floats_per_slot * (length + extra_slots)))
     span = (mask * torch.arange(length, 0, -1, dtype=mask.dtype)).amax(1).long()  # filled slots from the newest back
     order = torch.argsort(span[request_of], stable=True)
     found = []
-    for pairs in order.split(BLOCK):
+    for pairs in order.split(size):
         requests = request_of[pairs]
         found.append(Block(pairs, requests, length - max(1, int(span[requests].max()))))
     return found
@@ -164,7 +168,7 @@ class _Scores(torch.autograd.Function):
     @staticmethod
     def forward(ctx, unit, request_of, mask, events, key, w_event, w_product, row, alpha1, w2, b2, alpha2, w3, b3):
         gate1, gate2 = _gates(unit)
-        plan = blocks_of(request_of, mask)
+        plan = blocks_of(request_of, mask, row.shape[1], key.shape[1])
         keep = any(ctx.needs_input_grad)
         moments1, moments2 = Moments(alpha1), Moments(alpha2)
         scores = key.new_zeros((len(request_of), events.shape[1]))

@@ -5,8 +5,14 @@ import copy
 import pytest
 import torch
 
+from auto_research.blocks import fused_attention
 from auto_research.blocks.activation_unit import LocalActivationUnit
-from auto_research.blocks.fused_attention import BLOCK, blocks_of
+from auto_research.blocks.fused_attention import blocks_of
+
+
+@pytest.fixture(autouse=True)
+def _several_blocks(monkeypatch):
+    monkeypatch.setattr(fused_attention, "BLOCK_FLOATS", 10 * 10 * (11 + 12))  # ten pairs of the shapes below
 
 
 def inputs(seed: int = 0):
@@ -17,7 +23,6 @@ def inputs(seed: int = 0):
     filled = torch.randint(0, length + 1, (requests,))
     filled[0], filled[1] = 0, length  # an empty and a full history
     mask = torch.arange(length)[None, :] >= length - filled[:, None]
-    assert len(request_of) > 2 * BLOCK
     return events, mask, key, request_of
 
 
@@ -65,7 +70,8 @@ def test_any_mask_is_allowed_not_only_left_padding():
 
 def test_blocks_hold_every_pair_once_and_skip_padding_only():
     _, mask, _, request_of = inputs()
-    plan = blocks_of(request_of, mask.float())
+    plan = blocks_of(request_of, mask.float(), floats_per_slot=10, extra_slots=12)
+    assert len(plan) == -(-len(request_of) // 10) > 2
     assert sorted(torch.cat([block.pairs for block in plan]).tolist()) == list(range(len(request_of)))
     for block in plan:
         assert not mask[block.requests, : block.since].any()
