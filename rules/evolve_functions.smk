@@ -1,5 +1,7 @@
 """Searches: settings, input functions and fingerprints of evolve.smk. Holds no rule."""
 
+from auto_research.evolve.board import TEMPLATES
+from auto_research.evolve.code import prepare_code, trial_code
 from auto_research.evolve.request import (
     COMMAND,
     export,
@@ -19,6 +21,7 @@ SEARCH_KEYS = (
 SEARCH_SETTINGS = {key: setting(key) for key in SEARCH_KEYS if setting(key) not in (None, "")}
 SEARCH_TRACKS = [*checked(discover_tracks), COMMAND]
 SEARCHES = {}
+BOARD_TEMPLATE = TEMPLATES / "board.html.j2"
 # one thread unless asked otherwise: results must not depend on the number of workers
 TRIAL_THREADS = checked(trial_threads_of, SEARCH_SETTINGS)
 
@@ -114,17 +117,12 @@ def code_of(*modules):
     return checked(FINGERPRINTS.code, *modules)[:32]
 
 
-def host_modules(track):
-    host = search_of(track).config["definition"]["host"]
-    return "auto_research.evolve.command_host" if host == COMMAND else f"adapters.{module_name(host)}.search"
-
-
 def prepare_fingerprint(wildcards):
-    return code_of(host_modules(wildcards.track))
+    return checked(prepare_code, FINGERPRINTS, search_of(wildcards.track).config)
 
 
 def trial_fingerprint(wildcards):
-    return code_of(host_modules(wildcards.track), "auto_research.evolve.trial", "auto_research.evolve.worker")
+    return checked(trial_code, FINGERPRINTS, search_of(wildcards.track).config)
 
 
 def propose_fingerprint(wildcards):
@@ -136,7 +134,8 @@ def select_fingerprint(wildcards):
 
 
 def report_fingerprint(wildcards):
-    return code_of("auto_research.evolve.report", "auto_research.evolve.board")
+    modules = ("auto_research.evolve.report", "auto_research.evolve.board")
+    return checked(lambda: FINGERPRINTS.code(*modules, files=(BOARD_TEMPLATE,)))[:32]
 
 
 for track in SEARCH_TRACKS:

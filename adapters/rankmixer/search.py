@@ -198,7 +198,7 @@ def train(request: TrialRequest, table: RequestTable, device: torch.device) -> t
     model = RankMixer(model_config(request.genome, settings), table.vocab, torch.from_numpy(table.item_genres)).to(
         device
     )
-    epochs = settings["epochs"] or 1
+    epochs = settings["epochs"] if request.config["steps"] is None else 1
     per_epoch = len(TrainingRequests(table, request, device, 0))
     curve = LossCurve(per_epoch * epochs)
     validation = rated_batches(table, "valid", history=request.genome["sequence_length"]) if epochs > 1 else None

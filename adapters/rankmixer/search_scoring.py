@@ -91,26 +91,43 @@ def score_views(
             batch = batch.to(device)
             for kept, value in zip(logits, scorer(scorer.prepared(batch), batch), strict=True):
                 kept.append(value[:, LIKE].float().cpu().numpy())
+        placed = [Placed() for _ in VIEWS]
         items = np.arange(1, table.interactions.n_items + 1)
-        scores = np.zeros((len(VIEWS), len(tasks), len(items) + 1))
         for number in range(len(tasks)):
             batch = table.score_batch(int(tasks.request[number]), items, history=history).to(device)
             state = scorer.prepared(batch)
             views = len(VIEWS) if slice_users is None or number < slice_users else 1
             parts = [scorer(state, part, views) for part in split_pairs(batch, chunk)]
             for view in range(views):
-                scores[view, number, 1:] = joint_score(torch.cat([part[view] for part in parts]).float().cpu().numpy())
+                placed[view].add(torch.cat([part[view] for part in parts]).float().cpu().numpy(), tasks, number)
             progress(number + 1, len(tasks))
-    if np.isnan(scores).any():
-        raise NonFinite("a catalogue score is NaN")
     columns = _columns(rated)
-    result = {}
-    for i, name in enumerate(VIEWS):
-        count = len(tasks) if i == 0 or slice_users is None else min(slice_users, len(tasks))
-        excluded = tasks.excluded[:count]
-        ranks = rank_of_target(scores[i, :count], tasks.target[:count], excluded)
-        result[name] = View(*columns, sigmoid(np.concatenate(logits[i])), ranks, top_items(scores[i, :count], excluded))
-    return result
+    return {
+        name: View(
+            *columns,
+            sigmoid(np.concatenate(logits[i])),
+            np.concatenate(placed[i].ranks),
+            np.concatenate(placed[i].tops),
+        )
+        for i, name in enumerate(VIEWS)
+    }
+
+
+class Placed:
+    """Rank and ten best items of one task after the other."""
+
+    def __init__(self) -> None:
+        self.ranks: list[np.ndarray] = []
+        self.tops: list[np.ndarray] = []
+
+    def add(self, logits: np.ndarray, tasks: CatalogueTasks, number: int) -> None:
+        """logits [n_items, 3] of task ``number``; raises NonFinite."""
+        scores = np.concatenate([[0.0], joint_score(logits)])[None]
+        if np.isnan(scores).any():
+            raise NonFinite("a catalogue score is NaN")
+        excluded = tasks.excluded[number : number + 1]
+        self.ranks.append(rank_of_target(scores, tasks.target[number : number + 1], excluded))
+        self.tops.append(top_items(scores, excluded))
 
 
 def _columns(batches: list[RequestBatch]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -157,6 +157,30 @@ def test_a_finished_sealed_test_is_never_computed_again(three, search):
     assert {path: path.read_bytes() for path in tests} == tests
 
 
+def test_a_search_over_a_command_and_an_edit_of_its_script(search):
+    script = search.work / "tune.py"
+    script.write_text(
+        "import json, os, sys\np = json.load(open(sys.argv[1]))\n"
+        "json.dump({'m': {'loss': abs(p['x'] - 2) + p['y']}}, open(os.environ['AUTO_RESEARCH_METRICS'], 'w'))\n"
+    )
+    (search.work / "space.yaml").write_text("parameters: {x: [0, 1, 2, 3], y: {values: [1, 0.5]}}")
+    request = search.meet / "request.json"
+    request.write_text(
+        json.dumps({
+            "command": f"{sys.executable} tune.py", "space": "space.yaml", "metric": "m.loss", "metric_direction": "min",
+        })
+    )  # fmt: skip
+    flags = ("--configfile", str(request), "generations=2")
+    search.run(*flags, target="evolve_command")
+    folder = search.work / "results/evolve/command/demo"
+    report = json.loads((folder / "final/g2/report.json").read_text())
+    assert report["champion"]["genome"] == {"x": 2, "y": 1} or report["champion"]["genome"]["y"] == 0.5
+    assert report["test"]["champion"]["m.loss"] < report["test"]["baseline"]["m.loss"]
+    assert "Nothing to be done" in search.run(*flags, target="evolve_command")
+    script.write_text(script.read_text() + "print(1)\n")
+    assert "trial" in search.run("-n", *flags, target="evolve_command")
+
+
 def test_scripts_run_without_snakemake(search):
     request = search.meet / "request.json"
     request.write_text(json.dumps({"population": 1}))

@@ -16,7 +16,7 @@ CLAIMS = {
 }
 SOURCES = {
     "baseline": "baseline",
-    "installed-paper": "paper, implemented here",
+    "installed-paper": "implemented paper",
     "generated-combination": "generated combination",
     "retrieved-paper": "literature only",
     "novel-proposal": "proposal, not run",
@@ -90,21 +90,52 @@ def render_board(report: dict) -> str:
         sources=SOURCES,
         metrics=shown_metrics(report),
         slices=slices(report),
+        floor_names=floor_table(report)[0],
+        floor_rows=floor_table(report)[1],
         verdict=verdict(report),
     )
 
 
 def verdict(report: dict) -> str:
-    """One sentence that says how the search ended."""
+    """One or two sentences that say how the search ended, floors that stay above the champion included."""
     gain, champion = report["test"]["gain"], report["champion"]
     if champion["is_baseline"]:
-        return "No candidate beat the baseline; the baseline stays champion."
-    interval = "" if gain["low"] is None else f" (95% interval {gain['low']:+.4f} to {gain['high']:+.4f})"
-    fresh = report["validation"]["gain"]["delta"]
-    return (
-        f"Champion {champion['trial_id']} ({changes(champion['changes'])}) gains {fresh:+.4f} on validation and "
-        f"{gain['delta']:+.4f} in the sealed test{interval}."
-    )
+        text = "No candidate beat the baseline; the baseline stays champion."
+    else:
+        text = (
+            f"Champion {champion['trial_id']} ({changes(champion['changes'])}) against the baseline: fitness "
+            f"{report['validation']['gain']['delta']:+.4f} on validation, {gain['delta']:+.4f} in the sealed test"
+        )
+        if gain["low"] is None:
+            text += "."
+        else:
+            zero = "includes" if gain["low"] <= 0 <= gain["high"] else "excludes"
+            text += f" (95% interval {gain['low']:+.4f} to {gain['high']:+.4f}, {zero} zero)."
+    fitness = report["test"]["champion"]["fitness"]
+    above = [
+        f"{name} ({row['test']['fitness']:.4f})"
+        for name, row in report["floors"].items()
+        if (row["test"].get("fitness") or 0) >= fitness
+    ]
+    if above:
+        text += f" Floors not beaten in the test: {', '.join(above)}; champion {fitness:.4f}."
+    return text
+
+
+def floor_table(report: dict) -> tuple[list[str], list[dict]]:
+    """(metric names, rows) of floors with baseline and champion below them, on validation and test."""
+    if not report["floors"]:
+        return [], []
+    known = next(iter(report["floors"].values()))["test"]
+    names = [name for name in ("fitness", "ndcg@10", "auc", "head_share@10") if name in known]
+    names += sorted(set(known) - set(names))
+    sides = {f"floor {name}": values for name, values in report["floors"].items()}
+    sides |= {who: {where: report[where][who] for where in ("validation", "test")} for who in ("baseline", "champion")}
+    rows = [
+        {"name": name, "values": [parts[where].get(metric) for where in ("validation", "test") for metric in names]}
+        for name, parts in sides.items()
+    ]
+    return names, rows
 
 
 def render_markdown(report: dict) -> str:

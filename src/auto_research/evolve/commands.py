@@ -12,6 +12,7 @@ from auto_research.runtime.files import read_json, write_json
 from auto_research.runtime.names import check_name
 from auto_research.runtime.paths import code_root
 from auto_research.runtime.process import die_with_parent
+from auto_research.runtime.schema import validate
 
 
 def _options(description: str, *names: str) -> argparse.Namespace:
@@ -85,7 +86,7 @@ def propose_main() -> int:
     g = options.generation
     previous = _read(options.folder / f"gen{g - 1}" / "selection.json") if g else None
     document = propose(_frozen(options.folder), g, previous)
-    write_json(options.folder / f"gen{g}" / "candidates.json", document)
+    write_json(options.folder / f"gen{g}" / "candidates.json", validate(document, "candidates"))
     return 0
 
 
@@ -101,7 +102,7 @@ def select_main() -> int:
     trials = [_read(folder / f"gen{g}" / "trials" / name / "trial.json")["deterministic"] for name in ids]
     previous = _read(folder / f"gen{g - 1}" / "selection.json") if g else None
     document = select(config, (folder / "config.yaml").read_bytes(), candidates, path.read_bytes(), trials, previous)
-    write_json(folder / f"gen{g}" / "selection.json", document)
+    write_json(folder / f"gen{g}" / "selection.json", validate(document, "selection"))
     print(document["deterministic"]["decision"])
     return 0
 
@@ -123,13 +124,10 @@ def _training(options: argparse.Namespace) -> dict:
 
 def code_fingerprint(config: dict) -> str:
     """The fingerprint that rules/evolve_functions.smk passes on the command line."""
+    from auto_research.evolve.code import trial_code
     from auto_research.experiment.fingerprint import Fingerprints
-    from auto_research.runtime.names import module_name
 
-    host = config["definition"]["host"]
-    module = "auto_research.evolve.command_host" if host == "command" else f"adapters.{module_name(host)}.search"
-    modules = (module, "auto_research.evolve.trial", "auto_research.evolve.worker")
-    return Fingerprints(code_root()).code(*modules)[:32]
+    return trial_code(Fingerprints(code_root()), config)
 
 
 def trial_main() -> int:

@@ -10,6 +10,7 @@ from auto_research.evolve.trial import PER_SEED, check_genome
 from auto_research.experiment.search import reads_before
 from auto_research.runtime.errors import RunFailure
 from auto_research.runtime.files import atomic_path, read_json, sha256_file, write_json, write_text
+from auto_research.runtime.schema import validate
 
 SCHEMA_VERSION = 1
 WHICH = ("baseline", "champion", "floors")
@@ -37,7 +38,7 @@ def lock(folder: Path, generations: int) -> Path:
     noted = folder / "generations.txt"
     asked = set(noted.read_text().split()) if noted.exists() else set()
     write_text(noted, "".join(f"{number}\n" for number in sorted({*asked, str(generations)}, key=int)))
-    write_json(path, lock_document(config, generations, selection))
+    write_json(path, validate(lock_document(config, generations, selection), "lock"))
     return path
 
 
@@ -92,7 +93,7 @@ def final_test(
             document["genome"] = locked[which]["genome"]
             document["per_seed"] = [{key: seed[key] for key in PER_SEED} for seed in ended.seeds]
             document["parameters"], document["flops"] = ended.seeds[0]["parameters"], ended.seeds[0]["flops"]
-        write_json(output, document)
+        write_json(output, validate(document, "sealed_test"))
         discard(state)
     return output
 

@@ -175,7 +175,7 @@ class _Generation:
         return child, {"source": "generated-combination", "rationale": f"hyper-parameter draw for {names}"}
 
     def _allowed_genes(self, shape: dict) -> list:
-        """Genes that this slot may change, in genome order: those of the parent that are not inert come last to first never."""
+        """Genes that this slot may change, in genome order: mutable in this generation and not inert in the parent."""
         inert = inert_genes(self.parent, self.track)
         structural = shape["genes"] == "structural"
         return [

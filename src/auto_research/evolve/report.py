@@ -182,9 +182,8 @@ def negative_results(trials: list[dict]) -> list[dict]:
             if row["status"] in ("skipped", "reused") or row["generation"] == 0:
                 continue
             if row["status"] != "completed":
-                results.append(
-                    {"trial_id": row["trial_id"], "what": f"ended as {row['status']}", "changed": row["changed"]}
-                )
+                what = f"ended as {row['status']}: {row['error']['class']}, {row['error']['message']}"
+                results.append({"trial_id": row["trial_id"], "what": what, "changed": row["changed"]})
             elif row["why_not"]:
                 results.append({"trial_id": row["trial_id"], "what": row["why_not"], "changed": row["changed"]})
             elif best_before is not None and row["score"] <= best_before:

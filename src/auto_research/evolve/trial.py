@@ -10,6 +10,7 @@ from auto_research.evolve.supervise import Ended, discard, held, state_folder, s
 from auto_research.experiment.search import InvalidGenome, track_from
 from auto_research.runtime.errors import ConfigError
 from auto_research.runtime.files import canonical_json, read_json, sha256_file, sha256_text, write_json, write_text
+from auto_research.runtime.schema import validate
 
 SCHEMA_VERSION = 1
 PER_SEED = ("seed", "fitness", "metrics", "units", "replicates", "spent", "contributions", "curve", "notes")
@@ -93,7 +94,7 @@ def _write(
     }
     lines = [{"seed": seed["seed"], **point} for seed in ended.seeds for point in seed["curve"]]
     write_text(output / "metrics.jsonl", "".join(canonical_json(line) + "\n" for line in lines))
-    write_json(output / "trial.json", document)
+    write_json(output / "trial.json", validate(document, "trial"))
 
 
 def blocks(candidate: dict, facts: dict, ended: Ended, legality: str) -> tuple[dict, dict]:

@@ -11,6 +11,7 @@ from auto_research.evolve.propose import propose
 from auto_research.evolve.request import frozen_text
 from auto_research.evolve.select import select
 from auto_research.runtime.files import canonical_json
+from auto_research.runtime.schema import validate
 
 DEFINITION = {
     "key": "toy",
@@ -126,9 +127,10 @@ class Toy:
         self.trained += [block["trial_id"] for block in blocks]
         if self.order is not None:
             random.Random(self.order).shuffle(blocks)
-        self.candidates.append(document)
+        self.candidates.append(validate(document, "candidates"))
         text = frozen_text(self.config).encode()
-        self.selections.append(select(self.config, text, document, canonical_json(document).encode(), blocks, previous))
+        selection = select(self.config, text, document, canonical_json(document).encode(), blocks, previous)
+        self.selections.append(validate(selection, "selection"))
 
     @property
     def champion(self) -> dict:
