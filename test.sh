@@ -33,7 +33,7 @@ if [ -f scripts/validate_gpu_evidence.py ]; then
 fi
 
 status=0
-python -m pytest -n 2 --dist worksteal "$@" || status=$?
+python -m pytest -n 2 --dist loadgroup "$@" || status=$?
 if [ -n "$failed" ]; then
     printf 'error: checks before the tests failed:%s\n' "$failed" >&2
     exit 1

@@ -35,7 +35,7 @@ def tables():
     return EditedTables()
 
 
-@pytest.fixture(scope="module", params=KEYS)
+@pytest.fixture(scope="module", params=[pytest.param(key, marks=pytest.mark.xdist_group(key)) for key in KEYS])
 def runs(request, tmp_path_factory, data_root):
     card = find_card(code_root(), request.param)
     return Runs(card, load_experiment(card.key, card), tmp_path_factory.mktemp(card.module), data_root)
