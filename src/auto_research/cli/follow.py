@@ -7,6 +7,7 @@ progress files of the training state) and every error in full.
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -16,6 +17,9 @@ import time
 from collections import deque
 from pathlib import Path
 
+from auto_research.runtime.errors import EXIT_CODES
+
+USER_MISTAKE = 2
 STEPS = re.compile(r"^(\d+) of (\d+) steps \(\d+%\) done")
 STARTED = re.compile(r"^(?:local)?(?:rule|checkpoint) (\w+):")
 MESSAGE = re.compile(r"^Job \d+: (.*)")
@@ -45,6 +49,8 @@ class Follower:
         """Return Snakemake's exit code; SIGINT reaches Snakemake through the terminal's process group."""
         log = Path("results/requests/snakemake.log")
         log.parent.mkdir(parents=True, exist_ok=True)
+        codes = log.with_name(f"exit-codes-{os.getpid()}.txt")
+        self.environment[EXIT_CODES] = str(codes.resolve())
         process = subprocess.Popen(
             self.command,
             env=self.environment,
@@ -68,9 +74,13 @@ class Follower:
         finally:
             signal.signal(signal.SIGINT, previous)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            failed = codes.read_text(encoding="ascii").split() if codes.is_file() else []
+            codes.unlink(missing_ok=True)
         if code and not self.errors:
             print("\n".join(self.tail), file=sys.stderr)
-        if code:
+        if code and failed and set(failed) == {str(USER_MISTAKE)}:
+            code = USER_MISTAKE
+        if code and code != USER_MISTAKE:
             print(f"stopped with exit code {code}; full log: {log}; the same command resumes", file=sys.stderr)
         return code
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import sys
@@ -73,6 +74,9 @@ _OS_ERRORS = {
 }
 
 
+EXIT_CODES = "AUTO_RESEARCH_EXIT_CODES"  # file that collects the exit codes of failed jobs
+
+
 def debug_enabled() -> bool:
     """True when AUTO_RESEARCH_DEBUG is set to anything but empty or 0."""
     return os.environ.get("AUTO_RESEARCH_DEBUG", "") not in ("", "0")
@@ -123,7 +127,16 @@ def guard(main: Callable[..., int | None], *arguments) -> int:
             traceback.print_exc()
         line, code = describe_error(error)
         print(f"error: {line}", file=sys.stderr)
+        _record_exit(code)
         return code
+
+
+def _record_exit(code: int) -> None:
+    """Tell the command line, which sees only Snakemake's own exit code 1, with which code this job ended."""
+    path = os.environ.get(EXIT_CODES)
+    if path:
+        with contextlib.suppress(OSError), open(path, "a", encoding="ascii") as sink:
+            sink.write(f"{code}\n")
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
