@@ -26,7 +26,7 @@ SIZES = {"width": 64, "layers": 2, "heads": 2, "dropout": 0.3}
 RECIPE = {
     "length": 64,
     "batch": 16,
-    "epochs": 60,
+    "epochs": 30,
     "patience": 10,
     "warmup": 100,
     "validate_every": 2,
