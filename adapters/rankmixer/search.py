@@ -108,6 +108,7 @@ def model_config(genome: dict, settings: dict) -> RankMixerConfig:
         channel=genome["channel"],
         experts=genome["experts"],
         dropout=settings["dropout"],
+        unit_hidden=tuple(settings["unit_hidden"]),
     )
 
 

@@ -20,7 +20,15 @@ DEFINITION = load_track("rankmixer", checkout_root() / "config" / "evolve")
 QUICK = DEFINITION["budgets"]["quick"]
 TRACK = track_from(merged(DEFINITION, "quick"))
 BASE = TRACK.baseline()
-SETTINGS = {**QUICK["host"], "users": 12, "bootstraps": 20, "test_bootstraps": 20, "slice_users": 2, "chunk": 2048}
+SETTINGS = {
+    **QUICK["host"],
+    "users": 12,
+    "bootstraps": 20,
+    "test_bootstraps": 20,
+    "slice_users": 2,
+    "chunk": 2048,
+    "negatives": 1,
+}
 CONFIG = {"steps": 2, "evaluation_users": 3, "host": SETTINGS, "run_seed": 42}
 
 
@@ -146,7 +154,6 @@ def test_a_resumed_training_ends_with_the_same_bits(prepared, table, tmp_path, m
     def stop(done, total, **values):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("auto_research.train.loop.CHECKPOINT_SECONDS", 0.0)
     plan = search.Plan
     monkeypatch.setattr(search, "Plan", lambda *a, **k: plan(*a, **k, checkpoint_seconds=0.0))
     calls = []
