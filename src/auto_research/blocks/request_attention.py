@@ -4,8 +4,8 @@ The P flat pairs are regrouped per request, so that scores and weighted sums are
 
     a_{p,q,j} = softmax_j( scale * q_{p,q} . k_{r(p),j} + bias_j ),   o_{p,q} = sum_j a_{p,q,j} v_{r(p),j}
 
-Sources: cached K,V of HyFormer (arXiv:2601.12681), NS tokens of OneTrans (arXiv:2510.26104), `bcast_attn` of ROCS,
-Select of SlimPer (arXiv:2607.12281, section ROO), candidate rows of GenRank (arXiv:2505.04180).
+Sources: cached K,V of HyFormer (arXiv:2601.12681), NS tokens of OneTrans (arXiv:2510.26104), `bcast_attn` of ROCS
+(arXiv:2607.27744), Select of SlimPer (arXiv:2607.12281), candidate rows of GenRank (arXiv:2505.04180).
 """
 
 from __future__ import annotations
@@ -16,43 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from auto_research.blocks.pairs import pair_slots
 from auto_research.blocks.per_token_ffn import private_linear
+from auto_research.blocks.request_groups import Group, request_groups, spread
 from auto_research.runtime.precision import float32_region
-
-FEW_REQUESTS = 8  # below this a split by size costs more than its padding
-
-
-class Group(NamedTuple):
-    """Requests with a similar number of pairs: rows int64[r]; pairs int64[p]; row and slot of each pair int64[p]; J."""
-
-    rows: Tensor
-    pairs: Tensor
-    row: Tensor
-    slot: Tensor
-    width: int
-
-
-def request_groups(request_of: Tensor, requests: int) -> list[Group]:
-    """Requests bucketed by the power of two above their number of pairs: a grid of a group is at least half full.
-
-    request_of int64[P], pairs of one request contiguous. Requests without pairs are in no group.
-    """
-    slot, counts = pair_slots(request_of, requests)
-    if requests <= FEW_REQUESTS:
-        rows = torch.arange(requests, device=request_of.device)
-        width = int(counts.max()) if requests else 0
-        pairs = torch.arange(len(request_of), device=request_of.device)
-        return [Group(rows, pairs, request_of, slot, width)] if width else []
-    bucket = torch.ceil(torch.log2(counts.clamp(min=1).double())).long()
-    groups = []
-    for level in torch.unique(bucket[counts > 0]).tolist():
-        rows = torch.nonzero((bucket == level) & (counts > 0)).squeeze(1)
-        position = torch.full_like(counts, -1).index_put((rows,), torch.arange(len(rows), device=rows.device))
-        pairs = torch.nonzero(position[request_of] >= 0).squeeze(1)
-        width = int(counts[rows].max())
-        groups.append(Group(rows, pairs, position[request_of[pairs]], slot[pairs], width))
-    return groups
 
 
 class OwnKeys(NamedTuple):
@@ -115,7 +81,7 @@ def _attend_group(q, k, v, group: Group, *, mask, bias, pair_mask, pair_bias, ow
     rows, heads, keys, _ = k.shape
     queries = q.shape[2]
     with float32_region(q.device):
-        grid = _grid(q.float(), group, rows)  # (r, J, H, Q, dh)
+        grid = spread(q.float(), group)  # (r, J, H, Q, dh)
         folded = grid.transpose(1, 2).reshape(rows, heads, group.width * queries, -1)
         scores = scale * (folded @ k.float().transpose(2, 3))  # (r, H, J Q, L)
         if bias is not None:
@@ -134,17 +100,12 @@ def _attend_group(q, k, v, group: Group, *, mask, bias, pair_mask, pair_bias, ow
                 extra = extra.masked_fill(~own.visible, -torch.inf)
             scores = torch.cat([scores, extra], dim=3)
         weights = visible_softmax(scores)
-        spread = _grid(weights[..., :keys], group, rows).transpose(1, 2)  # (r, H, J, Q, L)
-        read = spread.reshape(rows, heads, group.width * queries, keys) @ v.float()
+        grid = spread(weights[..., :keys], group).transpose(1, 2)  # (r, H, J, Q, L)
+        read = grid.reshape(rows, heads, group.width * queries, keys) @ v.float()
         read = read.reshape(rows, heads, group.width, queries, -1).transpose(1, 2)[group.row, group.slot]
         if own is not None:
             read = read + weights[..., keys:] @ own.v.float()
     return read.to(v.dtype)
-
-
-def _grid(x: Tensor, group: Group, rows: int) -> Tensor:
-    """[p, ...] -> zero-padded [r, J, ...]."""
-    return x.new_zeros((rows, group.width, *x.shape[1:])).index_put((group.row, group.slot), x)
 
 
 def visible_softmax(scores: Tensor) -> Tensor:

@@ -14,8 +14,8 @@ from auto_research.blocks.request_attention import (
     OwnKeys,
     RequestCrossAttention,
     request_attention,
-    request_groups,
 )
+from auto_research.blocks.request_groups import request_groups
 from auto_research.metrics.cost import flops_of
 
 
