@@ -8,6 +8,9 @@
 #   TORCH_INDEX_URL        extra package index for torch (cpu: PyTorch's CPU index); left out when it does not answer
 #   BOOTSTRAP_BASE_PYTHON   interpreter to start from (default: the first Python 3.11 or later found)
 
+# every job would compile torch's sources anew (4 s each)
+unset PYTHONDONTWRITEBYTECODE
+
 BOOTSTRAP_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 BOOTSTRAP_CPU_INDEX="https://download.pytorch.org/whl/cpu"
 

@@ -36,3 +36,18 @@ def test_stopwatch_adds_up_and_stops_on_errors():
         raise RuntimeError("stop")
     assert watch.seconds > first
     assert watch.peak_memory_bytes >= 0
+
+
+def test_flops_equal_those_of_pytorchs_own_counter():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+    x = torch.randn(2, 5, 16)
+
+    def work():
+        torch.einsum("btd,de->bte", layer(x), torch.randn(16, 3)).sum().backward()
+
+    with FlopCounterMode(display=False) as counter:
+        work()
+    assert flops_of(work) == counter.get_total_flops() > 0
