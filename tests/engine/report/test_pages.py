@@ -1,0 +1,107 @@
+"""Generated pages are those of the cards and results; smoke results are never published; the leaderboard keeps losers."""
+
+import copy
+from pathlib import Path
+
+import pytest
+
+from auto_research.experiment.card import discover
+from auto_research.report.pages import leaderboard, paper_page, results_page, write_docs
+from auto_research.report.published import load_published, publish
+from auto_research.report.site import write_site
+from auto_research.runtime.errors import ConfigError
+from auto_research.runtime.files import write_json
+
+CHECKOUT = Path(__file__).resolve().parents[3]
+
+
+def summary(mean):
+    return {"mean": mean, "std": None, "per_seed": {"42": mean}}
+
+
+def arm(role, auc):
+    empty = {"hyperparameters": {}, "trials": [], "notes": [], "extra": {}, "floors_not_beaten": [], "validation": {}}
+    return {"role": role, "what": role, "seeds": [42], "metrics": {"auc": summary(auc)}, "cost": {"params": 7}, **empty}
+
+
+@pytest.fixture
+def result():
+    delta = {"delta": 0.1, "relative": 0.2, "low": -0.1, "high": 0.3, "method": "toy", "higher_is_better": True}
+    pair = {"arm": "din_full", "against": "bias", "seeds": [42], "metrics": {"auc": delta}}
+    return {
+        "schema_version": 2,
+        "adapter": "din",
+        "card": {
+            "title": "Deep Interest Network",
+            "paper": "arXiv:1706.06978",
+            "organization": "Alibaba",
+            "published": "2017-06-21",
+            "fidelity": "full_pipeline",
+            "task": "ctr",
+            "problem": "p",
+            "boundary": [],
+            "paper_reported": "",
+        },
+        "tier": "standard",
+        "dataset": "movielens-100k",
+        "data": {},
+        "code": {"fingerprint": "f" * 32, "stages": {}, "commit": None, "modified": None},
+        "runtime": {"device_resolved": "cpu"},
+        "seeds": [42],
+        "metrics": {"primary": "auc", "direction": "max", "also": []},
+        "arms": {"bias": arm("floor", 0.7), "lost": arm("baseline", 0.6), "din_full": arm("treatment", 0.8)},
+        "floors": {"bias": 0.7},
+        "comparisons": [{**pair, "verdict": "no-difference", "reason": "the interval holds zero"}],
+        "claim": "no-difference",
+        "claim_reason": "toy",
+    }
+
+
+def test_committed_pages_are_generated_from_cards_and_results(tmp_path):
+    docs = CHECKOUT / "docs"
+    written = write_docs(discover(CHECKOUT), load_published(docs), tmp_path)
+    for page in written:
+        committed = docs / page.relative_to(tmp_path)
+        assert committed.is_file(), f"run: python scripts/build_site.py --docs ({committed.name} is missing)"
+        assert committed.read_text(encoding="utf-8") == page.read_text(encoding="utf-8"), "run build_site.py --docs"
+    stale = {p.name for p in (docs / "papers").glob("*.md")} - {p.name for p in written}
+    assert not stale
+
+
+def test_publishing_refuses_smoke_and_drops_bulk(tmp_path, result):
+    source = tmp_path / "result.json"
+    write_json(source, result | {"tier": "smoke"})
+    with pytest.raises(ConfigError, match="never published"):
+        publish(source, tmp_path / "docs")
+    bulky = copy.deepcopy(result)
+    bulky["arms"]["din_full"]["extra"] = {"cases": ["x" * 5000], "ratio": 0.5}
+    write_json(source, bulky)
+    publish(source, tmp_path / "docs")
+    (published,) = load_published(tmp_path / "docs")
+    assert published["arms"]["din_full"]["extra"] == {"ratio": 0.5}
+    assert published["arms"]["lost"]["metrics"] == result["arms"]["lost"]["metrics"]
+
+
+def test_leaderboard_ranks_floors_and_losers_too(result):
+    rows = leaderboard([result])
+    assert [row["arm"] for row in rows] == ["din_full", "bias", "lost"]
+    text = results_page([result | {"file": "din.json"}])
+    assert "no difference" in text
+    assert "`lost`" in text
+
+
+def test_paper_page_shows_results_with_interval_and_pending_gpu(result):
+    card = discover(CHECKOUT)["din"]
+    assert "Not run at standard tier yet" in paper_page(card, [])
+    page = paper_page(card, [result | {"file": "din.json"}])
+    assert "-0.1000 to +0.3000" in page
+    assert "not yet run on an accepted GPU" in page
+
+
+def test_site_is_self_contained_and_lists_every_card(tmp_path, result):
+    cards = discover(CHECKOUT)
+    page = write_site(cards, [result], tmp_path / "site", root=tmp_path).read_text(encoding="utf-8")
+    assert all(f"<code>{key}</code>" in page for key in cards)
+    assert 'src="http' not in page
+    assert "<link" not in page
+    assert page.index("din_full") < page.index("<code>lost</code>")
