@@ -126,7 +126,10 @@ DATA_CODE = {
     "canonical": ("auto_research.data.interactions", "auto_research.data.readers"),
     "sequences": ("auto_research.data.sequences",),
     "requests": ("auto_research.data.requests",),
+    "titles": ("auto_research.blocks.title_encoder",),
+    "checkpoint": ("auto_research.data.checkpoints",),
 }
+TITLE_ENCODER = "minilm-l6-v2"
 DATASETS = checked(load_yaml, config_dir() / "datasets.yaml")
 
 
@@ -137,6 +140,15 @@ def canonical_fingerprint(wildcards):
 
 def table_fingerprint(wildcards):
     return checked(FINGERPRINTS.code, *DATA_CODE[wildcards.table])[:32]
+
+
+def titles_fingerprint(wildcards):
+    return checked(FINGERPRINTS.code, *DATA_CODE["titles"])[:32]
+
+
+def checkpoint_fingerprint(wildcards):
+    entry = checked(load_yaml, config_dir() / "checkpoints.yaml").get(wildcards.checkpoint)
+    return FINGERPRINTS.combine(checked(FINGERPRINTS.code, *DATA_CODE["checkpoint"]), entry)
 
 
 # Failures -----------------------------------------------------------------------------------------------------------

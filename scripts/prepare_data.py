@@ -1,7 +1,8 @@
 """Make results/data/<dataset>/<table>/ from the data set's sources.
 
 canonical: ratings.parquet, users.parquet, items.parquet in canonical order; sequences: leave-two-out;
-requests: the request table. Each folder ends with manifest.json. Needs no Snakemake.
+requests: the request table; titles: sentence vectors of the item titles (extra 'llm', not part of 'all'). A pretrained
+checkpoint is fetched by `--dataset <checkpoint> --table checkpoint`. Each folder ends with manifest.json. Needs no Snakemake.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import os
 import sys
 from pathlib import Path
 
+from auto_research.blocks.title_encoder import CHECKPOINT, prepare_titles
+from auto_research.data.checkpoints import fetch_checkpoint
 from auto_research.data.interactions import canonical_folder
 from auto_research.data.prepare import TABLE_NAMES, prepare, prepare_all, prepare_table
 from auto_research.runtime.errors import guard
@@ -22,10 +25,20 @@ from auto_research.runtime.process import die_with_parent
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dataset", default="movielens-100k", help="name in config/datasets.yaml")
-    parser.add_argument("--table", default="all", choices=["all", *TABLE_NAMES], help="what to make (default: all)")
+    parser.add_argument(
+        "--dataset",
+        default="movielens-100k",
+        help="name in config/datasets.yaml (checkpoint: in config/checkpoints.yaml)",
+    )
+    parser.add_argument(
+        "--table",
+        default="all",
+        choices=["all", *TABLE_NAMES, "titles", "checkpoint"],
+        help="what to make (default: all)",
+    )
     parser.add_argument("--out", type=Path, help="output folder (default: results/data/<dataset>[/<table>])")
     parser.add_argument("--canonical", type=Path, help="canonical folder a derived table is built from")
+    parser.add_argument("--checkpoint", type=Path, help="folder of the encoder that makes the titles table")
     parser.add_argument("--dataset-dir", type=Path, help="downloads (default: $AUTO_RESEARCH_DATASET_DIR or data)")
     parser.add_argument("--offline", action="store_true", help="use only files that are already there")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
@@ -45,6 +58,12 @@ def main() -> int:
         prepare_all(options.dataset, options.out or base, downloads, options.offline)
     elif options.table == "canonical":
         prepare(options.dataset, options.out or base / "canonical", downloads, options.offline)
+    elif options.table == "checkpoint":
+        fetch_checkpoint(options.dataset, options.out or base / "checkpoint", downloads, options.offline)
+    elif options.table == "titles":
+        source = options.canonical or canonical_folder(options.out.parent if options.out else base)
+        checkpoint = options.checkpoint or base.parent / CHECKPOINT / "checkpoint"
+        prepare_titles(source, options.out or base / "titles", checkpoint, downloads, options.offline)
     else:
         source = options.canonical or canonical_folder(options.out.parent if options.out else base)
         prepare_table(source, options.table, options.out or base / options.table)

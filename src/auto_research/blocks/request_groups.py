@@ -36,7 +36,7 @@ def request_groups(request_of: Tensor, requests: int) -> list[Group]:
         width = int(counts.max()) if requests else 0
         pairs = torch.arange(len(request_of), device=request_of.device)
         return [Group(rows, pairs, request_of, slot, width)] if width else []
-    bucket = torch.ceil(torch.log2(counts.clamp(min=1).double())).long()
+    bucket = torch.bucketize(counts, 2 ** torch.arange(32, device=counts.device))  # ceil(log2(counts))
     groups = []
     for level in torch.unique(bucket[counts > 0]).tolist():
         rows = torch.nonzero((bucket == level) & (counts > 0)).squeeze(1)

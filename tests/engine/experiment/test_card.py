@@ -43,6 +43,7 @@ def test_a_folder_without_init_is_refused(toy_root):
         (lambda c: c["budgets"]["standard"].update(headline_seeds=[43, 42]), "tuning seed 42"),
         (lambda c: c["artifacts"]["table"].update(needs=["table"]), "circle"),
         (lambda c: c["artifacts"].update(slow={"what": "x", "needs": []}), "names two things"),
+        (lambda c: c["artifacts"].update(titles={"what": "x", "needs": []}), "titles"),
         (lambda c: c.update(key="other"), "other"),
         (lambda c: c["budgets"].pop("full"), "full"),
     ],
@@ -55,6 +56,14 @@ def test_a_wrong_card_is_one_line_that_names_file_and_field(toy_root, change, me
     assert "card.yaml" in text
     assert message in text
     assert "\n" not in text
+
+
+def test_title_vectors_are_a_table_a_stage_may_need(toy_root):
+    def change(card):
+        card["data"]["needs"].append("titles")
+        card["arms"]["slow"]["needs"].append("titles")
+
+    assert "titles" in load_card(rewrite(toy_root, change)).arms["slow"]["needs"]
 
 
 def test_malformed_yaml_and_a_key_given_twice_name_the_line(toy_root):
