@@ -50,7 +50,7 @@ def test_eight_processes_over_two_indices_never_share(tmp_path):
         assert process.returncode == 0
         cards += out.split()
     assert len(cards) == 24
-    assert set(cards) == {"0", "1"}
+    assert set(cards) <= {"0", "1"}  # a lucky schedule may get by with one card
 
 
 HOLD = """
@@ -60,6 +60,14 @@ HOLD = """
         print(card, flush=True)
         sys.stdin.read()
     """
+
+
+def test_the_second_holder_gets_the_other_card(tmp_path):
+    holder = start(HOLD, tmp_path)
+    assert holder.stdout.readline().strip() == "0"
+    with lease.gpu_lease([0, 1], tmp_path, timeout=0) as card:
+        assert card == "1"
+    holder.communicate()
 
 
 def test_a_killed_holder_frees_its_card(tmp_path):
