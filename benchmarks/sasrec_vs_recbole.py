@@ -252,6 +252,7 @@ def main() -> None:
     parser.add_argument(
         "--recbole-python", type=Path, help="interpreter of RecBole's environment; without it only ours"
     )
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--limit", type=float, default=3600.0, help="wall seconds after which a side is stopped")
     parser.add_argument("--out", type=Path, default=Path("results/benchmarks/sasrec_vs_recbole.json"))
     parser.add_argument("--worker", choices=SIDES, help=argparse.SUPPRESS)
@@ -263,14 +264,14 @@ def main() -> None:
         return
     if options.data is None:
         parser.error("--data is needed: the prepared `sequences` folder")
-    interpreters = {"here": sys.executable, "recbole": options.recbole_python}
+    interpreters = {"here": sys.executable, "recbole": options.recbole_python and options.recbole_python.absolute()}
     one_thread = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "AUTO_RESEARCH_CPU_THREADS": "1"}
     results = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         exchange(options.data, folder)
         for side, interpreter in interpreters.items():
-            if interpreter is None:
+            if interpreter is None or side not in options.sides:
                 continue
             command = [str(interpreter), str(Path(__file__).resolve()), "--worker", side]
             command += ["--folder", str(folder), "--limit", str(options.limit)]
