@@ -6,8 +6,6 @@ from typing import Any
 
 from rich.table import Table
 
-NOT_TRAINED = ("skipped", "reused")
-
 
 def search_lines(report: dict[str, Any]) -> list[Any]:
     """Renderables for the terminal: all trials, floors, sealed test, claim."""
@@ -18,9 +16,7 @@ def search_lines(report: dict[str, Any]) -> list[Any]:
         trials.add_row(
             (row["trial_id"] or f"g{row['generation']} slot {row['slot']}") + mark,
             _changed(row["changed"]) or "baseline",
-            row["status"]
-            if row["status"] in NOT_TRAINED or not row["error"]
-            else f"{row['status']}: {row['error']['class']}",
+            _status(row),
             _number(row["mean"]),
             interval,
             _number(row["score"]),
@@ -37,6 +33,13 @@ def search_lines(report: dict[str, Any]) -> list[Any]:
         f"champion minus baseline on the sealed test: {gain['delta']:+.4f}{interval}; claim: {report['claim']}"
     )
     return lines
+
+
+def _status(row: dict[str, Any]) -> str:
+    """Why a trial counts or does not: its error, or the guard it broke."""
+    if row["error"]:
+        return f"{row['status']}: {row['error']['class']}"
+    return f"{row['status']}, not eligible: {row['why_not']}" if row["why_not"] else row["status"]
 
 
 def _metric_names(report: dict[str, Any]) -> list[str]:
