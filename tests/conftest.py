@@ -8,8 +8,13 @@ from pathlib import Path
 
 import pytest
 from filelock import FileLock
+from hypothesis import settings
 
 from auto_research.data.prepare import prepare_all
+
+# a busy machine is slow, not wrong
+settings.register_profile("project", deadline=None)
+settings.load_profile("project")
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -127,13 +127,17 @@ def _optional(name: str, value) -> int | None:
 
 
 def frozen_text(config: dict) -> str:
-    """Return the bytes of ``config.yaml`` as text: sorted keys, shortest round-trip floats."""
-    return yaml.safe_dump(config, sort_keys=True, allow_unicode=True, width=120)
+    """Return the bytes of ``config.yaml`` as text: sorted keys, shortest round-trip floats.
+
+    The run's name is its folder and not part of it, so that equal requests give equal files under any name.
+    """
+    request = {key: value for key, value in config.items() if key != "run"}
+    return yaml.safe_dump(request, sort_keys=True, allow_unicode=True, width=120)
 
 
 def load_frozen(path: Path) -> dict:
-    """Read a frozen configuration."""
-    return load_yaml(Path(path))
+    """Read a frozen configuration; `run` is the name of its folder."""
+    return {**load_yaml(Path(path)), "run": Path(path).resolve().parent.name}
 
 
 def refuse_changes(search: Search) -> None:
@@ -142,7 +146,7 @@ def refuse_changes(search: Search) -> None:
     if not path.exists():
         return
     frozen = load_frozen(path)
-    asked = yaml.safe_load(frozen_text(search.config))
+    asked = {**yaml.safe_load(frozen_text(search.config)), "run": search.run}
     changed = sorted(key for key in {*frozen, *asked} if frozen.get(key) != asked.get(key))
     if changed:
         facts = "; ".join(f"{key}: {_short(frozen.get(key))} -> {_short(asked.get(key))}" for key in changed)

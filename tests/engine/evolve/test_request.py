@@ -46,6 +46,12 @@ def test_a_changed_request_is_refused_with_both_values(changes):
     refuse_changes(search_from("searchtoy", {"run": "another", **changes}))
 
 
+def test_equal_requests_are_equal_files_under_any_name():
+    first, second = (freeze(search_from("searchtoy", {"run": name})) for name in ("a", "b"))
+    assert first.read_bytes() == second.read_bytes()
+    assert (load_frozen(first)["run"], load_frozen(second)["run"]) == ("a", "b")
+
+
 def test_free_text_survives_the_frozen_file():
     text = '先看序列: "quotes" {braces} --flag\n第二行'
     path = freeze(search_from("searchtoy", {"direction": text}))
