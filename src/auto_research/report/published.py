@@ -15,7 +15,7 @@ MIN_PUBLISHED_TIER = ("standard", "full")
 
 
 def publish(result_file: Path, docs: Path) -> Path:
-    """Copy a finished result and its picture into `docs/results`; bulky extras stay behind and are named.
+    """Copy a finished result and its picture into `docs/results`; bulky extras stay behind.
 
     Raises ConfigError for a tiny or smoke result: those run the code and are never numbers.
     """
@@ -23,11 +23,9 @@ def publish(result_file: Path, docs: Path) -> Path:
     validate(result, "result")
     if result["tier"] not in MIN_PUBLISHED_TIER:
         raise ConfigError(f"{result_file}: tier {result['tier']} is never published; run tier standard")
-    for name, arm in result["arms"].items():
+    for arm in result["arms"].values():
         arm["extra"] = {key: value for key, value in arm["extra"].items() if _small(value)}
         arm["trials"] = [{key: value for key, value in trial.items() if _small(value)} for trial in arm["trials"]]
-        if not isinstance(name, str):
-            raise ConfigError(f"{result_file}: arm names must be text")
     target = Path(docs) / "results" / f"{result['adapter']}-{result['dataset']}-{result['tier']}.json"
     write_json(target, result)
     curves = Path(result_file).with_name("curves.svg")
