@@ -10,6 +10,7 @@ import pytest
 from filelock import FileLock
 from hypothesis import settings
 
+from auto_research.blocks.title_encoder import CHECKPOINT, prepare_titles
 from auto_research.data.prepare import prepare_all
 
 # a busy machine is slow, not wrong
@@ -27,17 +28,21 @@ def dataset_dir() -> Path:
 
 @pytest.fixture(scope="session")
 def movielens_100k(dataset_dir: Path) -> Path:
-    """Folder with `canonical/`, `sequences/` and `requests/` of the real MovieLens-100K. Read only.
+    """Folder with every prepared table of the real MovieLens-100K, titles too. Read only.
 
     Prepared once per state of the data code, shared by all workers and later runs.
     """
     code = hashlib.sha256()
-    for path in sorted([*(ROOT / "src/auto_research/data").glob("*.py"), ROOT / "config/datasets.yaml"]):
+    encoder = [ROOT / "src/auto_research/blocks" / name for name in ("title_encoder.py", "language_models.py")]
+    registries = [ROOT / "config/datasets.yaml", ROOT / "config/checkpoints.yaml"]
+    for path in sorted([*(ROOT / "src/auto_research/data").glob("*.py"), *encoder, *registries]):
         code.update(path.read_bytes())
     folder = dataset_dir / "prepared" / f"movielens-100k-{code.hexdigest()[:12]}"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         if not (folder / "complete").is_file():
             prepare_all("movielens-100k", folder, dataset_dir)
+            checkpoint = dataset_dir / "prepared" / CHECKPOINT
+            prepare_titles(folder / "canonical", folder / "titles", checkpoint, dataset_dir)
             (folder / "complete").touch()
     return folder

@@ -116,3 +116,4 @@ class EditedFolders:
         write_folder(out / "canonical", {**tables, "ratings": pa.table(column)}, manifest)
         for name in DERIVED:
             prepare_table(out / "canonical", name, out / name)
+        (out / "titles").symlink_to(self.prepared / "titles")  # titles know no ratings

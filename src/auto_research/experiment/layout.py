@@ -7,7 +7,7 @@ from pathlib import Path
 
 from auto_research.runtime.names import check_name
 
-TABLES = ("canonical", "sequences", "requests")
+TABLES = ("canonical", "sequences", "requests", "titles")
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,25 @@ def flops_of(fn: Callable[[], object]) -> int:
     return int(counter.total)
 
 
+def saved_bytes(fn: Callable[[], object]) -> int:
+    """Bytes of the tensors that autograd keeps for backward while fn() runs; every storage counts once."""
+    import torch
+
+    seen: dict[int, int] = {}
+    kept = []  # storages stay alive, so no address is used twice
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        seen[storage.data_ptr()] = storage.nbytes()
+        kept.append(storage)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = fn()
+    del result
+    return sum(seen.values())
+
+
 class Stopwatch:
     """Seconds of a block and the device's peak memory in bytes; the device is synchronised at both ends.
 

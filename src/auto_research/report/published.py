@@ -24,7 +24,7 @@ def publish(result_file: Path, docs: Path) -> Path:
     if result["tier"] not in MIN_PUBLISHED_TIER:
         raise ConfigError(f"{result_file}: tier {result['tier']} is never published; run tier standard")
     for arm in result["arms"].values():
-        arm["extra"] = {key: value for key, value in arm["extra"].items() if _small(value)}
+        arm["extra"] = {key: value for key, value in arm["extra"].items() if key == "studies" or _small(value)}
         arm["trials"] = [{key: value for key, value in trial.items() if _small(value)} for trial in arm["trials"]]
     target = Path(docs) / "results" / f"{result['adapter']}-{result['dataset']}-{result['tier']}.json"
     write_json(target, result)

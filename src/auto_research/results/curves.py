@@ -1,10 +1,12 @@
-"""curves.svg: arms and seeds, training curves, comparison intervals. Plain SVG, no plotting library."""
+"""curves.svg: arms and seeds, training curves, comparison intervals, studies. Plain SVG, no plotting library."""
 
 from __future__ import annotations
 
 import math
 from html import escape
 from typing import Any
+
+from auto_research.experiment.studies import joined_studies
 
 # Okabe and Ito, readable with every kind of colour vision
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31")
@@ -16,6 +18,7 @@ def svg(result: dict[str, Any], curves: dict[str, list[dict]]) -> str:
     """One picture of a result. curves: arm -> list of dicts with step or epoch, loss and a validation measure."""
     colours = {name: COLOURS[index % len(COLOURS)] for index, name in enumerate(result["arms"])}
     panels = [_arms(result, colours), _training(result, curves, colours), _differences(result)]
+    panels += [_study(name, study) for name, study in joined_studies(result).items()]
     body, top = [], 44
     for height, draw in panels:
         body.append(f'<g transform="translate(0,{top})">{draw}</g>')
@@ -47,6 +50,20 @@ class Axis:
         step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw * 0.999)
         first = math.ceil(self.low / step)
         return [index * step for index in range(first, math.floor(self.high / step) + 1)]
+
+
+class LogAxis(Axis):
+    """A logarithmic scale; values above 0, ticks at powers of ten."""
+
+    def __init__(self, values: list[float], start: float, end: float) -> None:
+        super().__init__([math.log10(value) for value in values], start, end)
+
+    def __call__(self, value: float) -> float:
+        return super().__call__(math.log10(value))
+
+    def ticks(self, count: int = 5) -> list[float]:
+        powers = range(math.ceil(self.low), math.floor(self.high) + 1)
+        return [10.0**power for power in powers][:: max(1, len(powers) // count)]
 
 
 def _arms(result: dict, colours: dict) -> tuple[int, str]:
@@ -120,6 +137,34 @@ def _differences(result: dict) -> tuple[int, str]:
             parts.append(_line(axis(found["low"]), y, axis(found["high"]), y, colour, width=3))
         parts.append(_dot(axis(found["delta"]), y, colour))
     return bottom + 40, "".join(parts)
+
+
+def _study(name: str, study: dict) -> tuple[int, str]:
+    """A quantity at several sizes, one line for every arm and label."""
+    height = 200
+    scale = LogAxis if study["log"] else Axis
+    points = [point for line in study["lines"].values() for point in line]
+    across = scale([x for x, _ in points], LEFT, WIDTH - RIGHT)
+    up = scale([y for _, y in points], height, 24)
+    parts = [_text(16, 12, f"{name.replace('_', ' ')}: {study['y']} by {study['x']}", weight=600)]
+    parts.append(_x_axis(across, 20, height))
+    for tick in up.ticks():
+        parts.append(_text(LEFT - 6, up(tick) + 4, f"{tick:g}", anchor="end", colour="#666666"))
+        parts.append(_line(LEFT, up(tick), WIDTH - RIGHT, up(tick), "#eeeeee"))
+    for index, (label, line) in enumerate(study["lines"].items()):
+        colour, dash = COLOURS[index % len(COLOURS)], "5 3" if index >= len(COLOURS) else "none"
+        path = " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in line)
+        style = f'fill="none" stroke="{colour}" stroke-width="2" stroke-dasharray="{dash}"'
+        parts.append(f'<polyline points="{path}" {style}/>')
+        parts += [_dot(across(x), up(y), colour) for x, y in line]
+    legend, columns = [], 2
+    for index, label in enumerate(study["lines"]):
+        left, top = 16 + (index % columns) * WIDTH // columns, height + 36 + 18 * (index // columns)
+        colour, dash = COLOURS[index % len(COLOURS)], "5 3" if index >= len(COLOURS) else "none"
+        legend.append(_line(left, top, left + 18, top, colour, width=2, dash=dash))
+        legend.append(_text(left + 24, top + 4, label))
+    rows = -(-len(study["lines"]) // columns)
+    return height + 60 + 18 * rows, "".join(parts + legend)
 
 
 def _measure(curves: dict[str, list[dict]], primary: str) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from auto_research.experiment.studies import joined_studies
+
 CLAIMS = {
     "smoke": "smoke: the run shows that everything works; it supports no claim",
     "improves": "improves",
@@ -32,6 +34,7 @@ def report(result: dict[str, Any]) -> str:
         "![Training and comparison curves](curves.svg)",
         "## Cost",
         _cost(result),
+        *_studies(result),
         *_section("Notes", [f"{name}: {note}" for name, arm in result["arms"].items() for note in arm["notes"]]),
         *_section("What is replaced or scaled down", card["boundary"]),
         *(["## Reported in the paper", card["paper_reported"]] if card["paper_reported"] else []),
@@ -103,6 +106,19 @@ def _cost(result: dict[str, Any]) -> str:
         cells += [f"{memory / 2**20:.0f}" if _is_number(memory) else "-"]
         rows.append([f"`{name}`", chosen or "-", *cells])
     return table(["arm", "hyperparameters", *names[:3], "peak MiB"], rows, left=2)
+
+
+def _studies(result: dict[str, Any]) -> list[str]:
+    parts = ["## Cost at several sizes"]
+    for name, study in joined_studies(result).items():
+        sizes = sorted({x for line in study["lines"].values() for x, _ in line})
+        rows = []
+        for label, line in study["lines"].items():
+            values = dict(map(tuple, line))
+            rows.append([label, *(f"{values[x]:.4g}" if x in values else "-" for x in sizes)])
+        head = [f"{name.replace('_', ' ')} ({study['y']}) by {study['x']}", *(f"{size:,g}" for size in sizes)]
+        parts.append(table(head, rows))
+    return parts if len(parts) > 1 else []
 
 
 def _provenance(result: dict[str, Any]) -> str:

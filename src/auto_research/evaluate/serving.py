@@ -1,0 +1,76 @@
+"""What serving one request costs at several numbers of candidates: floating-point operations and milliseconds.
+
+A ranker with `prepare(batch)` and `score(state, batch)` pays its request part once; the line "per candidate" is the same
+model asked one candidate at a time.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import nn
+
+from auto_research.data.requests import RequestBatch, RequestTable
+from auto_research.experiment.studies import Study, study
+from auto_research.metrics.cost import flops_of
+from auto_research.runtime.devices import synchronize
+
+CANDIDATES = (1, 16, 128, 1682)
+SHARED, ALONE = "request part once", "per candidate"
+WARM_UP, TIMED = 5, 20
+
+
+def median_seconds(
+    work: Callable[[], object], device: torch.device, warm_up: int = WARM_UP, timed: int = TIMED
+) -> float:
+    """Median duration of `work` after warm-up runs; the device is synchronised around the clock."""
+    for _ in range(warm_up):
+        work()
+    durations = []
+    for _ in range(timed):
+        synchronize(device)
+        started = time.perf_counter()
+        work()
+        synchronize(device)
+        durations.append(time.perf_counter() - started)
+    return statistics.median(durations)
+
+
+def candidates_of(table: RequestTable, count: int, *, history: int, device: torch.device) -> RequestBatch:
+    """The last test request with `count` candidates: the first items of the catalogue, repeated when it is smaller."""
+    request = int(table.requests("test")[-1])
+    items = np.arange(count) % table.interactions.n_items + 1
+    return table.score_batch(request, items, history=history).to(device)
+
+
+@torch.no_grad()
+def serving_studies(
+    model: nn.Module,
+    table: RequestTable,
+    *,
+    device: torch.device,
+    history: int,
+    candidates: Sequence[int] = CANDIDATES,
+    warm_up: int = WARM_UP,
+    timed: int = TIMED,
+) -> dict[str, Study]:
+    """The studies `flops_per_request` and `request_ms` of a trained ranker, for `Measurement.extra["studies"]`."""
+    model.eval()
+    single = candidates_of(table, 1, history=history, device=device)
+    alone_flops = flops_of(lambda: model(single))
+    alone_ms = 1e3 * median_seconds(lambda: model(single), device, warm_up, timed)
+    flops, milliseconds = [], []
+    for count in candidates:
+        batch = candidates_of(table, count, history=history, device=device)
+        flops.append((count, flops_of(lambda batch=batch: model(batch))))
+        milliseconds.append((count, 1e3 * median_seconds(lambda batch=batch: model(batch), device, warm_up, timed)))
+    x = "candidates of a request"
+    alone = [[(count, count * cost) for count in candidates] for cost in (alone_flops, alone_ms)]
+    return {
+        "flops_per_request": study(x, "FLOPs", {SHARED: flops, ALONE: alone[0]}),
+        "request_ms": study(x, "milliseconds", {SHARED: milliseconds, ALONE: alone[1]}),
+    }
