@@ -1,6 +1,7 @@
 """Causal Transformer with a choice of attention bias, a key-value cache, and candidates that read a user's sequence.
 
     prefill(x, ...)            hidden states of a sequence, and the keys and values of every layer
+    cache(x, ...)              the keys and values alone
     extend(x, cache, ...)      later tokens of the same sequences, causal among themselves
     candidates(x, cache, ...)  isolated rows per (request, candidate): each sees its request's events and itself, so a
                                candidate's state never depends on the others and no event depends on a candidate
@@ -120,6 +121,14 @@ class BiasedTransformer(nn.Module):
         visible: Tensor | None = None,
     ) -> tuple[Tensor, KeyValueCache]:
         """Hidden states [B, L, D] and the cache."""
+        states, cache = self._layers(x, mask, position, time, visible)
+        return self.norm(states), cache
+
+    def cache(self, x: Tensor, mask: Tensor, *, position=None, time=None, visible=None) -> KeyValueCache:
+        """The cache alone: the rows' own states in the last layer, which candidates never read, are not computed."""
+        return self._layers(x, mask, position, time, visible, last=False)[1]
+
+    def _layers(self, x: Tensor, mask: Tensor, position, time, visible, last: bool = True):
         batch, length, _ = x.shape
         if position is None:
             position = torch.arange(length, device=x.device).expand(batch, length)
@@ -128,12 +137,12 @@ class BiasedTransformer(nn.Module):
         itself = torch.eye(length, dtype=torch.bool, device=x.device)
         visible = (visible & mask.unsqueeze(1)) | itself
         keys, values = [], []
-        for block in self.blocks:
+        for index, block in enumerate(self.blocks):
             q, k, v = block.project(x, position)
-            bias = block.bias(position, position, time, time)
-            x = block.finish(x, _attend(q, k, v, visible, bias))
             keys.append(k), values.append(v)
-        return self.norm(x), KeyValueCache(tuple(keys), tuple(values), mask, position, time)
+            if last or index < len(self.blocks) - 1:
+                x = block.finish(x, _attend(q, k, v, visible, block.bias(position, position, time, time)))
+        return x, KeyValueCache(tuple(keys), tuple(values), mask, position, time)
 
     def extend(
         self,

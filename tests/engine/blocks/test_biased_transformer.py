@@ -43,6 +43,14 @@ def test_the_future_and_padding_change_nothing(model):
     assert model(x, torch.zeros_like(mask), time=time).isfinite().all()
 
 
+def test_the_cache_alone_is_that_of_prefill_for_less(model):
+    x, mask, time = events()
+    kept, alone = model.prefill(x, mask, time=time)[1], model.cache(x, mask, time=time)
+    for a, b in zip((*kept.keys, *kept.values), (*alone.keys, *alone.values), strict=True):
+        assert torch.equal(a, b)
+    assert flops_of(lambda: model.cache(x, mask, time=time)) < flops_of(lambda: model.prefill(x, mask, time=time))
+
+
 def test_cached_tokens_equal_the_whole_sequence(model):
     x, mask, time = events()
     whole = model(x, mask, time=time)
