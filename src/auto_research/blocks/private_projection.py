@@ -73,12 +73,55 @@ class MixedLinear(nn.Module):
         return 2 * sequence * self.sequence.weight.numel() + self.private.flops(pairs)
 
 
-class MixedFFN(nn.Module):
-    """Two-layer GELU FFN under the same sharing rule; `sequence`, `private` and forward as in MixedLinear."""
+class SharedLinear(nn.Module):
+    """Ablation of MixedLinear under the same calls: the sequence weight serves every position."""
 
-    def __init__(self, private: int, width: int, hidden: int, dropout: float = 0.0):
+    def __init__(self, private: int, inputs: int, outputs: int, bias: bool = True):
         super().__init__()
-        self.up, self.down = MixedLinear(private, width, hidden), MixedLinear(private, hidden, width)
+        self.sequence = nn.Linear(inputs, outputs, bias=bias)
+        self.positions = private
+
+    def private(self, x: Tensor) -> Tensor:
+        return self.sequence(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.sequence(x)
+
+    def params(self) -> int:
+        return sum(p.numel() for p in self.parameters())
+
+    def flops(self, sequence: int, pairs: int) -> int:
+        return 2 * (sequence + pairs * self.positions) * self.sequence.weight.numel()
+
+
+class PrivateOnlyLinear(nn.Module):
+    """MixedLinear of a layer that emits no sequence token: it has no sequence weight, so none is idle."""
+
+    def __init__(self, private: int, inputs: int, outputs: int, bias: bool = True):
+        super().__init__()
+        self.private = PositionLinear(private, inputs, outputs, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.private(x)
+
+    def params(self) -> int:
+        return self.private.params()
+
+    def flops(self, sequence: int, pairs: int) -> int:
+        return self.private.flops(pairs)
+
+
+class MixedFFN(nn.Module):
+    """Two-layer GELU FFN under the same sharing rule; `sequence`, `private` and forward as in MixedLinear.
+
+    linear: MixedLinear, or SharedLinear, or PrivateOnlyLinear.
+    """
+
+    def __init__(
+        self, private: int, width: int, hidden: int, dropout: float = 0.0, linear: type[nn.Module] = MixedLinear
+    ):
+        super().__init__()
+        self.up, self.down = linear(private, width, hidden), linear(private, hidden, width)
         self.dropout = Dropout(dropout)
 
     def sequence(self, x: Tensor) -> Tensor:
