@@ -18,10 +18,11 @@ from torch import nn
 from adapters.rankmixer.model import RankMixer, RankMixerConfig
 from adapters.rankmixer.search_scoring import ThreeViews, evaluate_split, floor_metrics
 from auto_research.baselines import bias, gbdt
+from auto_research.baselines.prefix import RECENT
 from auto_research.data.folder import read_manifest, read_tables, write_folder
 from auto_research.data.interactions import TABLES
 from auto_research.data.requests import RequestBatch, RequestIndex, RequestTable
-from auto_research.evaluate.ctr import model_scorer, rated_batches, rated_metrics, score_rated
+from auto_research.evaluate.ctr import Scorer, model_scorer, rated_batches, rated_metrics, score_rated
 from auto_research.experiment.search import Evaluation, SearchHost, TrialRequest, refuse_sealed
 from auto_research.metrics.cost import count_params, flops_of
 from auto_research.runtime.devices import device_for, peak_memory, reset_peak_memory
@@ -303,15 +304,15 @@ def floors(config: dict, dev: Path, unseal: Callable[[], Path]) -> dict:
     """Popularity, bias and gradient-boosted trees, fitted on train rows, chosen on validation, on both splits."""
     table = development_table(config, dev)
     seed = config["run_seed"]
-    validation = rated_batches(table, "valid", history=1)
+    validation = rated_batches(table, "valid", history=RECENT)
     biases = [bias.bias_scorer(table, trial["pseudo_rows"]) for trial in bias.TRIALS]
-    scorers = {
-        "popularity": popularity_scorer,
-        "bias": max(biases, key=lambda scorer: rated_metrics(score_rated(scorer, validation))["auc"]),
-        "gbdt": gbdt.gbdt_scorer(
-            gbdt.training_rows(table, config["host"]["negatives"], seed), gbdt.TRIALS[0], seed, table.item_genres
-        ),
-    }
+    rows = gbdt.training_rows(table, config["host"]["negatives"], seed)
+    trees = [gbdt.gbdt_scorer(rows, trial, seed, table.item_genres) for trial in gbdt.TRIALS]
+
+    def best(scorers: list) -> Scorer:
+        return max(scorers, key=lambda scorer: rated_metrics(score_rated(scorer, validation))["auc"])
+
+    scorers = {"popularity": popularity_scorer, "bias": best(biases), "gbdt": best(trees)}
     users = config["evaluation_users"]
     result = {name: {"validation": floor_metrics(scorer, table, "valid", users)} for name, scorer in scorers.items()}
     sealed = _restricted(RequestTable.load(unseal() / TABLE), config)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from adapters.rankmixer.model import SUMMARIES, RankMixer
+from auto_research.baselines.prefix import RECENT
 from auto_research.data.requests import CatalogueTasks, RequestBatch, RequestTable
 from auto_research.evaluate.ctr import Scorer, joint_score, rank_catalogue, rated_batches, sigmoid, split_pairs
 from auto_research.experiment.search import Evaluation
@@ -257,15 +258,15 @@ def bootstrap(
 
 
 def floor_metrics(scorer: Scorer, table: RequestTable, split: str, users: int | None) -> dict[str, float | None]:
-    """fitness, ndcg@10, auc and head_share@10 of a scorer on CPU arrays."""
-    batches = rated_batches(table, split, history=1)
+    """fitness, ndcg@10, auc and head_share@10 of a scorer on CPU arrays of `RECENT` history slots."""
+    batches = rated_batches(table, split, history=RECENT)
     _, _, label = _columns(batches)
     auc = _auc(label, sigmoid(np.concatenate([np.asarray(scorer(batch))[:, LIKE] for batch in batches])))
     ranked = rank_catalogue(
         scorer,
         table,
         table.catalogue_tasks(split, users),
-        history=1,
+        history=RECENT,
         device=torch.device("cpu"),
         chunk=table.interactions.n_items,
     )

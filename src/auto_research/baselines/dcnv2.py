@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from auto_research.baselines.ranker_input import RankerInput, RequestState
+from auto_research.baselines.ranker_input import BehaviourInput, BehaviourState, RankerInput, RequestState
 from auto_research.blocks.cross_network import CrossNetwork
 from auto_research.blocks.dropout import Dropout
 from auto_research.data.requests import RequestBatch, RequestTable
@@ -23,7 +24,11 @@ FIELD, LAYERS, HIDDEN, DROPOUT = 16, 3, 256, 0.2
 
 
 class DCNv2(nn.Module):
-    """model(batch) -> logits [P, 3]; MLP E -> hidden -> hidden -> 3 after `layers` cross layers."""
+    """model(batch) -> logits [P, 3]; MLP E -> hidden -> hidden -> 3 after `layers` cross layers.
+
+    sequences: windows of a `BehaviourBatch` ('liked', 'other'), each with its own means and attention; none: the
+    whole history of a `RequestBatch`.
+    """
 
     def __init__(
         self,
@@ -35,9 +40,10 @@ class DCNv2(nn.Module):
         layers: int = LAYERS,
         hidden: int = HIDDEN,
         dropout: float = DROPOUT,
+        sequences: Sequence[str] = (),
     ) -> None:
         super().__init__()
-        self.input = RankerInput(vocab, item_genres, field=field, history=history)
+        self.input = input_of(vocab, item_genres, field=field, history=history, sequences=sequences)
         self.dropout = Dropout(dropout)
         self.cross = CrossNetwork(self.input.width, layers)
         self.mlp = nn.Sequential(
@@ -46,10 +52,10 @@ class DCNv2(nn.Module):
             nn.Linear(hidden, TASKS),
         )
 
-    def prepare(self, batch: RequestBatch) -> RequestState:
+    def prepare(self, batch: RequestBatch) -> RequestState | BehaviourState:
         return self.input.prepare(batch)
 
-    def score(self, state: RequestState, batch: RequestBatch) -> Tensor:
+    def score(self, state: RequestState | BehaviourState, batch: RequestBatch) -> Tensor:
         return self.mlp(self.cross(self.dropout(self.input.score(state, batch))))
 
     def forward(self, batch: RequestBatch) -> Tensor:
@@ -58,6 +64,15 @@ class DCNv2(nn.Module):
     def dense_params(self) -> int:
         """Parameters of cross layers and MLP, tables and field projections left out."""
         return sum(p.numel() for part in (self.cross, self.mlp) for p in part.parameters())
+
+
+def input_of(
+    vocab: dict[str, int], item_genres: Tensor, *, field: int, history: int, sequences: Sequence[str]
+) -> RankerInput | BehaviourInput:
+    """The input vector over the whole history, or over several windows."""
+    if sequences:
+        return BehaviourInput(vocab, item_genres, sequences=sequences, field=field, history=history)
+    return RankerInput(vocab, item_genres, field=field, history=history)
 
 
 def matched_hidden(target: int, width: int, layers: int = LAYERS) -> int:
@@ -81,11 +96,13 @@ def run(
     device: torch.device,
     table: RequestTable | None = None,
     match_params: int | None = None,
+    sequences: Sequence[str] = (),
     **overrides: Any,
 ) -> Measurement:
     """Tune, train and measure.
 
     match_params: dense parameter count to meet (within 5%) by the MLP's width; else `hidden` of overrides or budget.
+    sequences: windows of a `BehaviourTable`, which `table` then has to be.
     Reads `dropout`, `field`, `cross_layers`, `cross_hidden` of the budget besides RequestBudget.
     """
     table = table or load_requests(ctx)
@@ -96,12 +113,12 @@ def run(
     history = RequestBudget.of(ctx.budget, **overrides).history
     genres = torch.from_numpy(table.item_genres)
     if match_params is not None:
-        width = RankerInput(table.vocab, genres, field=field, history=history).width
+        width = input_of(table.vocab, genres, field=field, history=history, sequences=sequences).width
         hidden = matched_hidden(match_params, width, layers)
 
     def build(_: dict[str, Any]) -> nn.Module:
         sizes = {"history": history, "field": field, "layers": layers, "hidden": hidden, "dropout": dropout}
-        return DCNv2(table.vocab, genres, **sizes)
+        return DCNv2(table.vocab, genres, sequences=sequences, **sizes)
 
     measured = train_ctr(ctx, build, device=device, table=table, **overrides)
     measured.extra["mlp_width"] = hidden

@@ -55,19 +55,12 @@ def gbdt_scorer(rows: dict[str, np.ndarray], hyperparameters: dict[str, Any], se
     like = _classifier(hyperparameters, seed).fit(rows["x"][rated], rows["like"][rated])
     engage = _classifier(hyperparameters, seed).fit(rows["x"], rows["engage"])
 
-    def score(batch: RequestBatch) -> np.ndarray:
-        x = feature_columns(batch, item_genres)
-        wanted = like.decision_function(x)
-        # rated rows are measured by the like head alone
-        shown = np.zeros(len(x)) if bool(batch.rated.all()) else engage.decision_function(x)
-        return np.column_stack([shown, wanted, wanted])
-
-    return score
+    return lambda batch: tree_logits(batch, item_genres, like, engage)
 
 
-def _logits(table: RequestTable, batch: RequestBatch, like, engage=None) -> np.ndarray:
-    """[P, 3]; rated rows are measured by the like head alone, so the engage head is not asked for them."""
-    x = feature_columns(batch, table.item_genres)
+def tree_logits(batch: RequestBatch, item_genres: np.ndarray, like, engage=None) -> np.ndarray:
+    """Logits float64[P, 3]; rated rows are measured by the like head alone, so the engage head is not asked for them."""
+    x = feature_columns(batch, item_genres)
     wanted = like.decision_function(x)
     shown = np.zeros(len(x)) if engage is None or bool(batch.rated.all()) else engage.decision_function(x)
     return np.column_stack([shown, wanted, wanted])
@@ -89,16 +82,18 @@ def run(ctx: Context, *, device: torch.device, **overrides: Any) -> Measurement:
         started = time.perf_counter()
         like = _classifier(hyperparameters, ctx.seed).fit(rows["x"][rows["rated"]], rows["like"][rows["rated"]])
         seconds = time.perf_counter() - started
-        values = rated_metrics(score_rated(lambda batch: _logits(table, batch, like), validation))
+        values = rated_metrics(score_rated(lambda batch: tree_logits(batch, table.item_genres, like), validation))
         return Trained(like, values, cost={"seconds": seconds})
 
     best, records = best_of_trials(ctx, fit, SELECTION, trials=trials)
     started = time.perf_counter()
     engage = _classifier(best.hyperparameters, ctx.seed).fit(rows["x"], rows["engage"])
     best.cost["engage_seconds"] = time.perf_counter() - started
-    measured = measure_scorer(
-        ctx, lambda batch: _logits(table, batch, best.model, engage), table, budget, device, RECENT
-    )
+
+    def score(batch: RequestBatch) -> np.ndarray:
+        return tree_logits(batch, table.item_genres, best.model, engage)
+
+    measured = measure_scorer(ctx, score, table, budget, device, RECENT)
     measured.hyperparameters, measured.trials = best.hyperparameters, records
     measured.cost |= best.cost
     return measured

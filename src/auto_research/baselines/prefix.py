@@ -24,8 +24,11 @@ def feature_columns(batch: RequestBatch, item_genres: np.ndarray) -> np.ndarray:
     """Prefix statistics of every pair, float32[P, 3 + G + 4 + 2 + 2 + G + 1]; no ids.
 
     User statistics (3 + G), mean rating of the last 1, 5 and 20 ratings and like-rate of the last 10, item popularity
-    (2), cross features (2), the candidate's genres and decade. The batch needs at least 20 history slots.
+    (2), cross features (2), the candidate's genres and decade. Raises ValueError for a batch of fewer than 20 history
+    slots: its means would be others than those of training.
     """
+    if batch.hist_rating.shape[1] < RECENT:
+        raise ValueError(f"the batch has {batch.hist_rating.shape[1]} history slots; tree features need {RECENT}")
     request = np.column_stack([batch.user_stats.numpy(), recent_ratings(batch)])
     pair = [batch.popularity.numpy(), batch.cross.numpy(), item_genres[batch.item.numpy()], batch.decade.numpy()]
     return np.column_stack([request[batch.request_of.numpy()], *pair]).astype(np.float32)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from auto_research.blocks.activation_unit import AttentionPooling
+from auto_research.blocks.behaviour_events import request_fields, window_events
 from auto_research.blocks.request_encoder import RequestEncoder
 from auto_research.blocks.sequence_summary import RECENT, masked_mean
+from auto_research.data.behaviours import BehaviourBatch
 from auto_research.data.requests import RequestBatch
 
 SUMMARIES = 3
@@ -22,6 +25,14 @@ class RequestState(NamedTuple):
     flat: Tensor
     events: Tensor
     mask: Tensor
+
+
+class BehaviourState(NamedTuple):
+    """The same for several windows: flat [R, .], events and mask of every window."""
+
+    flat: Tensor
+    events: tuple[Tensor, ...]
+    masks: tuple[Tensor, ...]
 
 
 class RankerInput(nn.Module):
@@ -54,3 +65,47 @@ class RankerInput(nn.Module):
         pair = self.encoder.pairs(batch)
         attended = self.attention(state.events, state.mask, pair.key, batch.request_of)  # (P, 3w)
         return torch.cat([state.flat[batch.request_of], attended, pair.candidate, pair.cross], dim=1)
+
+
+class BehaviourInput(nn.Module):
+    """The same from several windows of a `BehaviourBatch`: every window has its own two means and DIN attention.
+
+    e [P, E], E = 224 + S * 3 * 48 at field width 16; `sequences` are names of windows (liked, other, hist).
+    """
+
+    def __init__(
+        self,
+        vocab: dict[str, int],
+        item_genres: Tensor,
+        *,
+        sequences: Sequence[str],
+        field: int = 16,
+        history: int = 50,
+        unit_hidden: tuple[int, int] = UNIT_HIDDEN,
+    ) -> None:
+        super().__init__()
+        self.encoder = RequestEncoder(vocab, item_genres, field=field)
+        encoder = self.encoder
+        self.attention = nn.ModuleDict(
+            {name: AttentionPooling(encoder.event_width, longest=history, hidden=unit_hidden) for name in sequences}
+        )
+        self.width = encoder.request_width + encoder.pair_width + SUMMARIES * len(sequences) * encoder.event_width
+
+    def prepare(self, batch: BehaviourBatch) -> BehaviourState:
+        vectors = self.encoder.item_vectors()
+        flat, events, masks = [request_fields(self.encoder, batch)], [], []
+        for name in self.attention:
+            window = batch.window(name)
+            e, newest = window_events(self.encoder, window, vectors), slice(max(0, window.mask.shape[1] - RECENT), None)
+            flat += [masked_mean(e, window.mask), masked_mean(e[:, newest], window.mask[:, newest])]
+            events.append(e)
+            masks.append(window.mask)
+        return BehaviourState(torch.cat(flat, dim=1), tuple(events), tuple(masks))
+
+    def score(self, state: BehaviourState, batch: BehaviourBatch) -> Tensor:
+        pair, of = self.encoder.pairs(batch), batch.request_of
+        attended = [
+            attention(events, mask, pair.key, of)
+            for attention, events, mask in zip(self.attention.values(), state.events, state.masks, strict=True)
+        ]
+        return torch.cat([state.flat[of], *attended, pair.candidate, pair.cross], dim=1)

@@ -82,6 +82,12 @@ def test_tree_features_hold_no_ids(table):
     assert before.shape == (batch.pairs(), 22 + 4 + 2 + 2 + 19 + 1)
 
 
+def test_tree_features_refuse_a_batch_with_too_short_a_history(table):
+    batch = table.batch(table.requests("valid")[:4], history=19)
+    with pytest.raises(ValueError, match="19 history slots"):
+        feature_columns(batch, table.item_genres)
+
+
 def test_cross_network_mlp_meets_the_parameter_count_of_the_card(table):
     hidden = matched_hidden(566_659, 368)
     model = DCNv2(table.vocab, torch.from_numpy(table.item_genres), hidden=hidden)
