@@ -129,12 +129,23 @@ def paired_auc(
     resample's difference is c'Dc / ((c . positives) (c . negatives)): exact, and one matrix product for all resamples.
     Raises ValueError when only one label occurs.
     """
+    return _auc_interval(user, label, [(score_a, 1), (score_b, -1)], resamples, seed)
+
+
+def auc_interval(
+    user: np.ndarray, label: np.ndarray, score: np.ndarray, resamples: int = RESAMPLES, seed: int = 0
+) -> Interval:
+    """AUC over rows [N], resampling whole users; score [N], or [S, N] whose S AUCs are averaged. Errors: `paired_auc`."""
+    return _auc_interval(user, label, [(score, 1)], resamples, seed)
+
+
+def _auc_interval(user, label, sides: list[tuple[np.ndarray, int]], resamples: int, seed: int) -> Interval:
     label = np.asarray(label) > 0.5
     if label.all() or not label.any():
         raise ValueError("AUC needs both labels")
     _, code = np.unique(user, return_inverse=True)
-    sides = [np.atleast_2d(np.asarray(scores, dtype=np.float64)) for scores in (score_a, score_b)]
-    wins = [(_Wins(code, label, s), sign / len(side)) for side, sign in zip(sides, (1, -1), strict=True) for s in side]
+    signed = [(np.atleast_2d(np.asarray(scores, dtype=np.float64)), sign) for scores, sign in sides]
+    wins = [(_Wins(code, label, score), sign / len(side)) for side, sign in signed for score in side]
     users = int(code.max()) + 1
     counts = np.concatenate(list(_draws(users, resamples, seed, users)))
     won, total = np.zeros(resamples), 0.0

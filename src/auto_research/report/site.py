@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -46,7 +45,6 @@ def write_site(cards: dict[str, Card], results: list[dict[str, Any]], out: Path,
         organizations=sorted({row["organization"] for row in rows}),
         topics=sorted({topic for row in rows for topic in row["topics"]}),
         years=sorted({row["published"][:4] for row in rows}, reverse=True),
-        facts=json.dumps({"adapters": len(rows), "results": len(results)}),
     )
     target = Path(out) / "index.html"
     write_text(target, page)

@@ -13,7 +13,14 @@ from auto_research.experiment.fingerprint import Fingerprints
 from auto_research.experiment.layout import Layout
 from auto_research.results import curves, markdown
 from auto_research.results.records import Records, load_arms
-from auto_research.results.verdict import difference, higher_is_better, mean_metric, relative_improvement, verdict
+from auto_research.results.verdict import (
+    difference,
+    higher_is_better,
+    mean_metric,
+    own_interval,
+    relative_improvement,
+    verdict,
+)
 from auto_research.runtime.files import write_json, write_text
 from auto_research.runtime.schema import validate
 
@@ -144,6 +151,7 @@ def _arm(card: Card, name: str, found: dict[int, dict], floors: dict) -> dict[st
         "what": card.arms[name]["what"],
         "seeds": list(found),
         "metrics": _summary({seed: m["metrics"] for seed, m in measured.items()}),
+        "intervals": {metric: own for metric in card.metrics if (own := own_interval(found, metric))},
         "validation": _summary({seed: m["validation"] for seed, m in measured.items()}),
         "cost": _mean_cost([m["cost"] for m in measured.values()]),
         "hyperparameters": first["hyperparameters"],

@@ -25,7 +25,8 @@ def report(result: dict[str, Any]) -> str:
         f"**Claim: {CLAIMS[result['claim']]}.** {_sentence(result['claim_reason'])}",
         "## Arms",
         arms_table(result),
-        "Mean over seeds, ± standard deviation where an arm ran more than one. An arm marked with an asterisk does not beat "
+        "Mean over seeds, ± standard deviation where an arm ran more than one; the interval is a bootstrap over the tested "
+        "units. An arm marked with an asterisk does not beat "
         "every floor on the primary metric.",
         "## Comparisons",
         _comparisons(result),
@@ -58,7 +59,7 @@ def number(value: float | None) -> str:
 
 
 def arms_table(result: dict[str, Any]) -> str:
-    """One row per arm: role, seeds, every metric of the card."""
+    """One row per arm: role, seeds, the interval of the primary metric, every metric of the card."""
     names = [result["metrics"]["primary"], *result["metrics"]["also"]]
     names = [name for name in names if any(name in arm["metrics"] for arm in result["arms"].values())]
     rows = []
@@ -69,8 +70,15 @@ def arms_table(result: dict[str, Any]) -> str:
             spread = f" ± {number(value['std'])}" if value and value["std"] is not None else ""
             cells.append(number(value["mean"] if value else None) + spread)
         mark = " *" if arm["floors_not_beaten"] else ""
+        cells.insert(1, interval(arm["intervals"].get(names[0]) if names else None))
         rows.append([f"`{name}`{mark}", arm["role"], str(len(arm["seeds"])), *cells])
-    return table(["arm", "role", "seeds", *names], rows, left=2)
+    head = [*names[:1], "95% interval", *names[1:]]
+    return table(["arm", "role", "seeds", *head], rows, left=2)
+
+
+def interval(found: dict[str, Any] | None) -> str:
+    """`low to high` of an interval, `-` where there is none."""
+    return f"{number(found['low'])} to {number(found['high'])}" if found else "-"
 
 
 def _comparisons(result: dict[str, Any]) -> str:

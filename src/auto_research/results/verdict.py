@@ -7,7 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from auto_research.metrics.bootstrap import Interval, paired_auc, paired_cluster_mean, paired_mean
+from auto_research.metrics.bootstrap import (
+    Interval,
+    auc_interval,
+    interval_mean,
+    paired_auc,
+    paired_cluster_mean,
+    paired_mean,
+)
 from auto_research.metrics.ctr import row_logloss
 
 LOWER_IS_BETTER = frozenset(
@@ -54,7 +61,7 @@ def difference(arm: dict[int, dict], against: dict[int, dict], metric: str) -> D
         return None
     means = [float(np.mean([m["metrics"][metric] for m in side])) for side in (a, b)]
     delta = means[0] - means[1]
-    interval, method = _interval(a, b, metric)
+    interval, method = _interval([a, b], metric)
     return Difference(
         delta=delta,
         relative=delta / abs(means[1]) if means[1] else None,
@@ -62,6 +69,15 @@ def difference(arm: dict[int, dict], against: dict[int, dict], metric: str) -> D
         high=None if interval is None else interval.high,
         method=method,
     )
+
+
+def own_interval(records: dict[int, dict], metric: str) -> dict[str, Any] | None:
+    """{low, high, method} of one arm's metric over its seeds, or None where no per-unit contributions exist."""
+    measured = [record["measurement"] for record in records.values()]
+    if not measured or any(metric not in m["metrics"] for m in measured):
+        return None
+    interval, method = _interval([measured], metric)
+    return None if interval is None else {"low": interval.low, "high": interval.high, "method": method}
 
 
 def relative_improvement(arm: dict[int, dict], against: dict[int, dict]) -> Difference | None:
@@ -99,23 +115,31 @@ def verdict(
     return "improves", "the interval excludes zero and every floor is beaten"
 
 
-def _interval(a: list[dict], b: list[dict], metric: str) -> tuple[Interval | None, str]:
-    if all(metric in m["units"] for m in a + b):
-        return _from_units([m["units"][metric] for m in a], [m["units"][metric] for m in b])
-    if metric in ("auc", "logloss") and all(m["rows"] for m in a + b):
-        return _from_rows([m["rows"] for m in a], [m["rows"] for m in b], metric)
+def _interval(sides: list[list[dict]], metric: str) -> tuple[Interval | None, str]:
+    """Interval of one side's metric, or of the difference of two; a side is the measurements of an arm's seeds."""
+    everything = [m for side in sides for m in side]
+    if all(metric in m["units"] for m in everything):
+        return _from_units([[m["units"][metric] for m in side] for side in sides])
+    if metric in ("auc", "logloss") and all(m["rows"] for m in everything):
+        return _from_rows([[m["rows"] for m in side] for side in sides], metric)
     return None, "no per-unit contributions were recorded"
 
 
-def _from_units(a: list[dict], b: list[dict]) -> tuple[Interval | None, str]:
-    ids = a[0]["ids"]
-    if any(units["ids"] != ids for units in a + b):
-        common = set(ids).intersection(*(units["ids"] for units in a + b))
+def _from_units(sides: list[list[dict]]) -> tuple[Interval | None, str]:
+    everything = [units for side in sides for units in side]
+    ids = everything[0]["ids"]
+    if any(units["ids"] != ids for units in everything):
+        common = set(ids).intersection(*(units["ids"] for units in everything))
         ids = [unit for unit in ids if unit in common]
     if not ids:
         return None, "the arms share no unit"
-    left, right = (np.mean([_ordered(units, ids) for units in side], axis=0) for side in (a, b))
-    return paired_mean(left, right), f"paired bootstrap over {len(ids)} units of kind {a[0]['kind']}"
+    values = [np.mean([_ordered(units, ids) for units in side], axis=0) for side in sides]
+    interval = interval_mean(*values) if len(values) == 1 else paired_mean(*values)
+    return interval, f"{_kind(sides)} over {len(ids)} units of kind {everything[0]['kind']}"
+
+
+def _kind(sides: list) -> str:
+    return "paired bootstrap" if len(sides) > 1 else "bootstrap"
 
 
 def _ordered(units: dict, ids: list) -> np.ndarray:
@@ -125,14 +149,17 @@ def _ordered(units: dict, ids: list) -> np.ndarray:
     return np.asarray([at[unit] for unit in ids], dtype=np.float64)
 
 
-def _from_rows(a: list[dict], b: list[dict], metric: str) -> tuple[Interval | None, str]:
-    user, label = a[0]["user"], a[0]["label"]
-    if any(rows["user"] != user or rows["label"] != label for rows in a + b):
+def _from_rows(sides: list[list[dict]], metric: str) -> tuple[Interval | None, str]:
+    everything = [rows for side in sides for rows in side]
+    user, label = everything[0]["user"], everything[0]["label"]
+    if any(rows["user"] != user or rows["label"] != label for rows in everything):
         return None, "the arms scored different rows"
-    left, right = (np.asarray([rows["score"] for rows in side], dtype=np.float64) for side in (a, b))
+    scores = [np.asarray([rows["score"] for rows in side], dtype=np.float64) for side in sides]
     if metric == "auc":
         if len(set(label)) < 2:
             return None, "only one label occurs"
-        return paired_auc(user, label, left, right), "paired bootstrap over users, AUC averaged over seeds"
-    loss = [np.mean([row_logloss(label, score) for score in side], axis=0) for side in (left, right)]
-    return paired_cluster_mean(user, *loss), "paired bootstrap over users"
+        interval = auc_interval(user, label, *scores) if len(scores) == 1 else paired_auc(user, label, *scores)
+        return interval, f"{_kind(sides)} over users, AUC averaged over seeds"
+    loss = [np.mean([row_logloss(label, score) for score in side], axis=0) for side in scores]
+    loss += [np.zeros_like(loss[0])] * (2 - len(loss))
+    return paired_cluster_mean(user, *loss), f"{_kind(sides)} over users"

@@ -10,6 +10,7 @@ from auto_research.metrics import bootstrap
 from auto_research.metrics.bootstrap import (
     Interval,
     WeightedAuc,
+    auc_interval,
     interval_mean,
     paired_auc,
     paired_cluster_mean,
@@ -98,6 +99,16 @@ def test_weighted_auc_of_equal_weights_is_scikit_learns():
     _, label, good, _ = rows(8)
     assert WeightedAuc(label, good)(np.ones((1, len(label))))[0] == pytest.approx(roc_auc_score(label, good))
     assert np.isnan(WeightedAuc(np.ones(2, dtype=bool), np.array([0.1, 0.2]))(np.ones((1, 2)))[0])
+
+
+def test_interval_of_one_auc_is_that_of_explicitly_repeated_users():
+    user, label, good, _ = rows(4)
+    got = auc_interval(user, label, good, resamples=50)
+    assert got.delta == pytest.approx(roc_auc_score(label, good))
+    ids, code = np.unique(user, return_inverse=True)
+    counts = np.concatenate(list(bootstrap._draws(len(ids), 50, 0, len(ids)))).astype(int)
+    plain = [roc_auc_score(np.repeat(label, c[code]), np.repeat(good, c[code])) for c in counts]
+    assert (got.low, got.high) == pytest.approx(tuple(np.percentile(plain, [2.5, 97.5])))
 
 
 def test_auc_of_an_arm_against_itself_is_no_difference():

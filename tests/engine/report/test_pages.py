@@ -21,6 +21,7 @@ def summary(mean):
 
 def arm(role, auc):
     empty = {"hyperparameters": {}, "trials": [], "notes": [], "extra": {}, "floors_not_beaten": [], "validation": {}}
+    empty["intervals"] = {"auc": {"low": auc - 0.01, "high": auc + 0.01, "method": "bootstrap over users"}}
     return {"role": role, "what": role, "seeds": [42], "metrics": {"auc": summary(auc)}, "cost": {"params": 7}, **empty}
 
 

@@ -65,6 +65,9 @@ def test_three_seeds_an_interval_and_floors_make_a_claim(finished):
     assert [pair["verdict"] for pair in result["comparisons"]] == ["improves", "improves"]
     assert list(result["arms"]) == ["popularity", "slow", "plain"]
     assert len(result["arms"]["slow"]["metrics"]["ndcg@10"]["per_seed"]) == 3
+    own = result["arms"]["slow"]["intervals"]["ndcg@10"]
+    assert own["low"] < result["arms"]["slow"]["metrics"]["ndcg@10"]["mean"] < own["high"]
+    assert own["method"] == "bootstrap over 50 units of kind user"
     assert json.loads(layout.result.read_text()) == result
     assert set(result["runtime"]) == set(RUNTIME)
 
