@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from auto_research.blocks.per_token_ffn import private_linear
-from auto_research.blocks.request_groups import Group, request_groups, spread
+from auto_research.blocks.request_groups import Group, collect, request_groups, spread
 from auto_research.runtime.precision import float32_region
 
 
@@ -41,6 +41,7 @@ def request_attention(
     pair_bias: Tensor | None = None,
     own: OwnKeys | None = None,
     scale: float | None = None,
+    groups: list[Group] | None = None,
 ) -> Tensor:
     """Softmax attention of pair-level queries to the keys of their request, and optionally to keys of their own.
 
@@ -50,21 +51,22 @@ def request_attention(
     mask: bool[R, L], keys of the request that may be read.  bias: float [R, H, L] (or [1, H, L]) added to the scores.
     pair_mask: bool[P, L] and pair_bias: float [P, H, L]: the same per pair (events later than this candidate).
     own: further keys of the pair inside the same softmax.  scale: default dh^-0.5.
+    groups: those of `request_of`, where a caller has them.
 
     Returns [P, H, Q, dv]. Scores and softmax are float32. A query without any visible key reads 0.
     """
     scale = q.shape[3] ** -0.5 if scale is None else scale
     requests = k.shape[0]
     out = q.new_zeros(*q.shape[:3], v.shape[3])
-    for group in request_groups(request_of, requests):
+    for group in request_groups(request_of, requests) if groups is None else groups:
         whole = len(group.rows) == requests
         rows = slice(None) if whole else group.rows
         everyone = len(group.pairs) == len(request_of)
         pairs = slice(None) if everyone else group.pairs
         part = _attend_group(
-            q[pairs],
-            k[rows],
-            v[rows],
+            q if everyone else q.index_select(0, group.pairs),
+            k if whole else k.index_select(0, group.rows),
+            v if whole else v.index_select(0, group.rows),
             group,
             mask=None if mask is None else mask[rows],
             bias=bias if bias is None or len(bias) == 1 else bias[rows],
@@ -73,11 +75,13 @@ def request_attention(
             own=None if own is None else OwnKeys(own.k[pairs], own.v[pairs], own.visible),
             scale=scale,
         )
-        out = part if everyone else out.index_put((group.pairs,), part.to(out.dtype))
+        out = part if everyone else out.index_copy(0, group.pairs, part.to(out.dtype))
     return out
 
 
 def _attend_group(q, k, v, group: Group, *, mask, bias, pair_mask, pair_bias, own, scale) -> Tensor:
+    if bias is None and pair_mask is None and pair_bias is None and own is None:
+        return _read_group(q, k, v, group, mask, scale)
     rows, heads, keys, _ = k.shape
     queries = q.shape[2]
     with float32_region(q.device):
@@ -89,7 +93,7 @@ def _attend_group(q, k, v, group: Group, *, mask, bias, pair_mask, pair_bias, ow
         if mask is not None:
             scores = scores.masked_fill(~mask[:, None, None, :], -torch.inf)
         scores = scores.reshape(rows, heads, group.width, queries, keys)
-        scores = scores.transpose(1, 2)[group.row, group.slot]  # (p, H, Q, L)
+        scores = collect(scores.transpose(1, 2), group)  # (p, H, Q, L)
         if pair_bias is not None:
             scores = scores + pair_bias.float().unsqueeze(2)
         if pair_mask is not None:
@@ -102,9 +106,27 @@ def _attend_group(q, k, v, group: Group, *, mask, bias, pair_mask, pair_bias, ow
         weights = visible_softmax(scores)
         grid = spread(weights[..., :keys], group).transpose(1, 2)  # (r, H, J, Q, L)
         read = grid.reshape(rows, heads, group.width * queries, keys) @ v.float()
-        read = read.reshape(rows, heads, group.width, queries, -1).transpose(1, 2)[group.row, group.slot]
+        read = collect(read.reshape(rows, heads, group.width, queries, -1).transpose(1, 2), group)
         if own is not None:
             read = read + weights[..., keys:] @ own.v.float()
+    return read.to(v.dtype)
+
+
+def _read_group(q: Tensor, k: Tensor, v: Tensor, group: Group, mask: Tensor | None, scale: float) -> Tensor:
+    """The same where nothing depends on the pair: softmax on the grid, no way back to flat pairs in between."""
+    rows, heads, keys, width = k.shape
+    queries = q.shape[2]
+    with float32_region(q.device):
+        grid = spread(q.float(), group).transpose(1, 2).reshape(rows * heads, group.width * queries, width)
+        hidden = q.new_zeros(rows, keys, dtype=torch.float32)
+        if mask is not None:
+            hidden = hidden.masked_fill(~mask, torch.finfo(torch.float32).min)
+        hidden = hidden.repeat_interleave(heads, dim=0).unsqueeze(1)  # (r H, 1, L)
+        scores = torch.baddbmm(hidden, grid, k.float().flatten(0, 1).transpose(1, 2), alpha=scale)  # (r H, J Q, L)
+        read = torch.bmm(torch.softmax(scores, dim=2), v.float().flatten(0, 1))
+        read = collect(read.reshape(rows, heads, group.width, queries, -1).transpose(1, 2), group)
+        if mask is not None:
+            read = read * mask.any(1)[group.row, None, None, None]
     return read.to(v.dtype)
 
 
@@ -161,10 +183,10 @@ class RequestCrossAttention(nn.Module):
         k, v = self.kv(source).reshape(requests, length, 2, self.heads, -1).permute(2, 0, 3, 1, 4)
         return RequestKeys(k, v, mask)
 
-    def attend(self, x: Tensor, keys: RequestKeys, request_of: Tensor) -> Tensor:
+    def attend(self, x: Tensor, keys: RequestKeys, request_of: Tensor, groups: list[Group] | None = None) -> Tensor:
         pairs, queries, width = x.shape
         q = self.q(x).reshape(pairs, queries, self.heads, -1).transpose(1, 2)  # (P, H, Q, dh)
-        read = request_attention(q, keys.k, keys.v, request_of, mask=keys.mask)
+        read = request_attention(q, keys.k, keys.v, request_of, mask=keys.mask, groups=groups)
         return self.out(read.transpose(1, 2).reshape(pairs, queries, width).to(x.dtype))
 
     def forward(self, x: Tensor, source: Tensor, mask: Tensor, request_of: Tensor) -> Tensor:

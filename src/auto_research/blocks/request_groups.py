@@ -1,6 +1,7 @@
 """Requests grouped by their number of candidates, so that one matrix product per request wastes little on padding.
 
-Flat pairs [P, ...] are spread over a grid [r, J, ...] per group; `x[group.row, group.slot]` goes back.
+Flat pairs [P, ...] are spread over a grid [r, J, ...] per group; `collect` goes back. Both move whole rows by one index,
+which costs a fraction of advanced indexing in the backward pass.
 """
 
 from __future__ import annotations
@@ -49,5 +50,10 @@ def request_groups(request_of: Tensor, requests: int) -> list[Group]:
 
 def spread(x: Tensor, group: Group) -> Tensor:
     """Flat pairs of a group [p, ...] -> zero-padded grid [r, J, ...]."""
-    grid = x.new_zeros((len(group.rows), group.width, *x.shape[1:]))
-    return grid.index_put((group.row, group.slot), x)
+    grid = x.new_zeros((len(group.rows) * group.width, *x.shape[1:]))
+    return grid.index_copy(0, group.row * group.width + group.slot, x).unflatten(0, (len(group.rows), group.width))
+
+
+def collect(grid: Tensor, group: Group) -> Tensor:
+    """Inverse of `spread`: [r, J, ...] -> [p, ...]."""
+    return grid.flatten(0, 1).index_select(0, group.row * group.width + group.slot)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from auto_research.blocks.request_groups import request_groups, spread
+from auto_research.blocks.request_groups import Group, collect, request_groups, spread
 from auto_research.blocks.token_mixing import HeadShuffle
 
 
@@ -22,7 +22,7 @@ def bcast_linear(
 ) -> Tensor:
     """(x_r W_r)[request_of] + x_c W_c + bias: x_r [R, a], x_c [P, b], w_r [a, K], w_c [b, K] -> [P, K]."""
     request = x_r @ w_r if bias is None else torch.addmm(bias, x_r, w_r)
-    return request[request_of] + x_c @ w_c
+    return request.index_select(0, request_of) + x_c @ w_c
 
 
 class BroadcastLinear(nn.Module):
@@ -42,12 +42,25 @@ class BroadcastLinear(nn.Module):
     def forward(self, x_r: Tensor, x_c: Tensor, request_of: Tensor) -> Tensor:
         return bcast_linear(x_r, x_c, request_of, self.request, self.pair, self.bias)
 
+    def request_part(self, x_r: Tensor) -> Tensor:
+        """[R, K], paid once per request: what `pair_part` adds to every candidate."""
+        return x_r @ self.request if self.bias is None else torch.addmm(self.bias, x_r, self.request)
+
+    def pair_part(self, shared: Tensor, x_c: Tensor, request_of: Tensor) -> Tensor:
+        """forward for candidates of prepared requests, shared [R, K] -> [P, K]."""
+        return shared.index_select(0, request_of) + x_c @ self.pair
+
     def params(self) -> int:
         return sum(p.numel() for p in self.parameters())
 
     def flops(self, pairs: int, requests: int = 1) -> int:
         """cost(J) = a + b J: the request part is paid once per request."""
         return 2 * (requests * self.request.numel() + pairs * self.pair.numel())
+
+
+def slot_map(weight: Tensor, x: Tensor) -> Tensor:
+    """weight [n, m], x [..., m, d] -> [..., n, d] as one product over all rows, not one small product per row."""
+    return torch.einsum("nm,...md->...nd", weight, x)
 
 
 class SlotLinear(nn.Module):
@@ -69,7 +82,7 @@ class SlotLinear(nn.Module):
         self.weight = nn.Parameter(weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.weight @ x
+        return slot_map(self.weight, x)
 
     def params(self) -> int:
         return self.weight.numel()
@@ -93,7 +106,17 @@ class MaskedSlotLinear(nn.Module):
         self.cc = nn.Parameter(torch.randn(n_c, m_c) * (m_r + m_c) ** -0.5)
 
     def forward(self, x_r: Tensor, x_c: Tensor, request_of: Tensor) -> tuple[Tensor, Tensor]:
-        return self.rr @ x_r, (self.cr @ x_r)[request_of] + self.cc @ x_c
+        y_r, shared = self.request_part(x_r)
+        return y_r, self.pair_part(shared, x_c, request_of)
+
+    def request_part(self, x_r: Tensor) -> tuple[Tensor, Tensor]:
+        """(y_r [R, a', d], shared [R, b', d]), paid once per request; `pair_part` adds shared to every candidate."""
+        y = slot_map(torch.cat([self.rr, self.cr]), x_r)
+        return y[:, : len(self.rr)], y[:, len(self.rr) :]
+
+    def pair_part(self, shared: Tensor, x_c: Tensor, request_of: Tensor) -> Tensor:
+        """y_c [P, b', d] for candidates of prepared requests."""
+        return shared.index_select(0, request_of) + slot_map(self.cc, x_c)
 
     def dense(self) -> Tensor:
         """[[W_rr, 0], [W_cr, W_cc]], the weight of the reference that broadcasts its inputs."""
@@ -136,20 +159,24 @@ class UpperPairs(nn.Module):
         return 2 * rows * self.slots**2 * width
 
 
-def cross_pairs(x_r: Tensor, x_c: Tensor, request_of: Tensor) -> Tensor:
+def cross_pairs(x_r: Tensor, x_c: Tensor, request_of: Tensor, groups: list[Group] | None = None) -> Tensor:
     """Dot products of every candidate slot with every slot of its request: [R, a, d], [P, b, d] -> [P, b a].
 
-    One product [J b, d] x [d, a] per request; the request slots are not copied per candidate.
+    One product [J b, d] x [d, a] per request; the request slots are not copied per candidate. groups: those of
+    `request_of`, where a caller has them.
     """
     requests, m_r, _ = x_r.shape
     pairs, m_c, _ = x_c.shape
     out = x_c.new_zeros(pairs, m_c * m_r)
-    for group in request_groups(request_of, requests):
+    for group in request_groups(request_of, requests) if groups is None else groups:
         rows = len(group.rows)
-        grid = spread(x_c[group.pairs], group).reshape(rows, group.width * m_c, -1)  # (r, J b, d)
-        dots = grid @ x_r[group.rows].transpose(1, 2)  # (r, J b, a)
-        dots = dots.reshape(rows, group.width, m_c * m_r)[group.row, group.slot]
-        out = out.index_put((group.pairs,), dots.to(out.dtype))
+        whole, everyone = rows == requests, len(group.pairs) == pairs
+        candidates = x_c if everyone else x_c.index_select(0, group.pairs)
+        slots = x_r if whole else x_r.index_select(0, group.rows)
+        grid = spread(candidates, group).reshape(rows, group.width * m_c, -1)  # (r, J b, d)
+        dots = (grid @ slots.transpose(1, 2)).reshape(rows, group.width, m_c * m_r)  # (r, J, b a)
+        dots = collect(dots, group)
+        out = dots if everyone else out.index_copy(0, group.pairs, dots.to(out.dtype))
     return out
 
 
