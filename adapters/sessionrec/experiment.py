@@ -1,0 +1,282 @@
+"""Stages of SessionRec: floors, item-level Transformers, and sessions with each part taken away.
+
+What makes an arm differ is its `switch` in card.yaml; sizes are in the budget. Evaluation is the same for all arms: the
+60 s sessions of `SessionSplit`, whatever an arm takes as a token.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import fields, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from scipy import sparse
+from torch import Tensor
+
+from adapters.sessionrec.batches import Draws, EpochBatches, take
+from adapters.sessionrec.evaluation import Scorer, measure, validation_metrics
+from adapters.sessionrec.model import SessionRec, SessionRecConfig
+from adapters.sessionrec.sessions import SessionSplit, TokenRule, TokenSequences, token_sequences
+from auto_research.baselines.ease import ease_weights
+from auto_research.baselines.itemknn import cosine_neighbours
+from auto_research.data.interactions import load_interactions
+from auto_research.data.prefix import LIKE_RATING
+from auto_research.evaluate.serving import median_seconds
+from auto_research.experiment.context import Context
+from auto_research.experiment.contract import Experiment, Measurement
+from auto_research.experiment.studies import study
+from auto_research.metrics.cost import count_params, flops_of
+from auto_research.runtime.devices import device_for
+from auto_research.runtime.seeds import seed_everything
+from auto_research.train.fitting import FitBudget, fit_model
+from auto_research.train.state import StateFolder
+from auto_research.train.tuning import Trained, best_of_trials
+
+experiment = Experiment("sessionrec")
+
+SELECTION = "ndcg@10"
+STUDY_EVENTS = (50, 100, 200)
+TIMED = 10
+KNN_TRIALS = tuple({"neighbours": k, "inputs": inputs} for k in (50, 100, 200) for inputs in ("positive", "all"))
+EASE_TRIALS = tuple({"lambda": value, "inputs": i} for value in (100.0, 200.0, 400.0) for i in ("positive", "all"))
+
+
+@lru_cache(maxsize=2)
+def _split(folder: str, modified_ns: int) -> SessionSplit:
+    return SessionSplit.build(load_interactions(folder))
+
+
+def load_split(ctx: Context) -> SessionSplit:
+    """The split of the prepared data, cut to the budget's `users`."""
+    folder = Path(ctx.data("canonical"))
+    data = _split(str(folder.resolve()), (folder / "manifest.json").stat().st_mtime_ns)
+    users = ctx.budget.get("users")
+    return data.restrict(users) if users else data
+
+
+def settings(kind: type, ctx: Context, **more: Any) -> Any:
+    """A dataclass from the budget, the arm's switch and `more`, each beating the one before."""
+    values = {**ctx.budget, **(ctx.switch or {}), **more}
+    return kind(**{f.name: values[f.name] for f in fields(kind) if f.name in values})
+
+
+def rule_of(ctx: Context) -> TokenRule:
+    return settings(TokenRule, ctx)
+
+
+def build_model(ctx: Context, data: SessionSplit, rule: TokenRule, hyperparameters: dict[str, Any]) -> SessionRec:
+    tuned = {name: hyperparameters[name] for name in ("alpha",) if name in hyperparameters}
+    table, switch = data.interactions, ctx.switch or {}
+    config = settings(SessionRecConfig, ctx, **{**tuned, **switch, "tokens": rule.longest})
+    genres, decade = torch.as_tensor(table.item_genres), torch.as_tensor(table.item_decade)
+    return SessionRec(config, genres, decade, table.vocab["decade"])
+
+
+def target_share(sequences: TokenSequences, n_items: int, single: bool) -> Tensor:
+    """f_i: how often an item is a positive of the training targets; float32[n_items + 1], sums to 1.
+
+    single: one positive of each target is drawn, so each counts 1 / |P|.
+    """
+    real = sequences.pos > 0
+    weight = 1 / np.maximum(real.sum(1, keepdims=True), 1) if single else np.ones((len(real), 1))
+    weight = np.broadcast_to(weight, real.shape)[real]
+    count = np.bincount(sequences.pos[real], weights=weight, minlength=n_items + 1)
+    return torch.from_numpy(count / max(count.sum(), 1)).float()
+
+
+def model_scorer(model: SessionRec, data: SessionSplit, rule: TokenRule, device: torch.device) -> Scorer:
+    """Scores after the newest token; the token sequences of a split are made once."""
+    made: dict[str, TokenSequences] = {}
+
+    def score(split: str, positions: np.ndarray) -> np.ndarray:
+        if split not in made:
+            made[split] = token_sequences(data, rule, split)
+        model.eval()
+        with torch.no_grad():
+            return model(take(made[split], positions, data.n_items).to(device)).cpu().numpy()
+
+    return score
+
+
+def train(ctx: Context, device: torch.device) -> Measurement:
+    """Tune, train and measure one arm."""
+    data, rule = load_split(ctx), rule_of(ctx)
+    sequences = token_sequences(data, rule, "valid", targets=True)
+    draws, budget = settings(Draws, ctx), FitBudget.of(ctx.budget)
+    share = target_share(sequences, data.n_items, draws.single).to(device)
+
+    def run(hyperparameters: dict[str, Any], state: StateFolder) -> Trained:
+        seed_everything(ctx.seed)
+        model = build_model(ctx, data, rule, hyperparameters).to(device)
+        score = model_scorer(model, data, rule, device)
+        return fit_model(
+            ctx,
+            model,
+            hyperparameters,
+            state,
+            budget=budget,
+            batches=lambda epoch: EpochBatches(
+                sequences, data.n_items, ctx.budget.batch, draws, ctx.seed, epoch, device
+            ),
+            loss=lambda model, batch: model.loss(batch, share),
+            validate=lambda _: validation_metrics(score, data),
+            key=SELECTION,
+        )
+
+    best, trials = best_of_trials(ctx, run, SELECTION)
+    model = best.model.eval()
+    ctx.observe(
+        "trained",
+        model=model,
+        data=data,
+        score=lambda data, split, positions: model_scorer(model, data, rule, device)(split, positions),
+        validation=best.validation,
+    )
+    measured = measure(model_scorer(model, data, rule, device), data)
+    measured.validation, measured.curve = best.validation, best.curve
+    measured.hyperparameters, measured.trials = best.hyperparameters, trials
+    measured.cost |= best.cost | costs(model, sequences, data, rule, device, ctx.budget.batch)
+    measured.extra = {"sessions": data.counts(), "studies": studies(model, data, rule, device)}
+    return measured
+
+
+def costs(model, sequences, data: SessionSplit, rule: TokenRule, device: torch.device, batch: int) -> dict[str, float]:
+    """Parameters, tokens a user, and milliseconds of a train step (of `batch` users) and of a served query."""
+    users = np.arange(min(batch, len(data)))
+    training = Draws().apply(take(sequences, users, data.n_items), np.random.default_rng(0)).to(device)
+    share = torch.full((data.n_items + 1,), 1 / data.n_items, device=device)
+    one = take(token_sequences(data, rule, "test", users[:1]), users[:1], data.n_items).to(device)
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        model.loss(training, share).backward()
+
+    model.train()
+    step_ms = 1e3 * median_seconds(step, device)
+    model.zero_grad(set_to_none=True)
+    model.eval()
+    with torch.no_grad():
+        query_ms = 1e3 * median_seconds(lambda: model(one), device)
+        flops = float(flops_of(lambda: model(one)))
+    return {
+        "params": count_params(model),
+        "flops": flops,
+        "tokens_per_user": len(sequences.gap) / len(sequences),
+        "train_step_ms": step_ms,
+        "query_ms": query_ms,
+    }
+
+
+@torch.no_grad()
+def studies(model: SessionRec, data: SessionSplit, rule: TokenRule, device: torch.device) -> dict[str, Any]:
+    """Tokens and floating-point operations of one query by length of the history, for the user with most events."""
+    longest = np.array([int(np.argmax(data.test[:, 0] - data.first))])
+    tokens, flops = [], []
+    for events in STUDY_EVENTS:
+        if events > rule.events:
+            break
+        sequences = token_sequences(data, replace(rule, events=events), "test", longest)
+        batch = take(sequences, np.zeros(1, dtype=np.int64), data.n_items).to(device)
+        tokens.append((events, batch.tokens))
+        flops.append((events, flops_of(lambda batch=batch: model.queries(batch))))
+    x = "newest events of the user"
+    return (
+        {}
+        if not tokens
+        else {
+            "tokens_per_query": study(x, "tokens", {"": tokens}),
+            "flops_per_query": study(x, "FLOPs", {"": flops}),
+        }
+    )
+
+
+def linear_floor(ctx: Context, trials, weights: Callable[[sparse.csr_matrix, dict], np.ndarray]) -> Measurement:
+    """A floor whose scores are the row of known items times [V, V] weights; positives alone or all items, by validation."""
+    data = load_split(ctx)
+
+    def fit(hyperparameters: dict[str, Any], _: StateFolder) -> Trained:
+        began = time.perf_counter()
+        everything = hyperparameters["inputs"] == "all"
+        made = weights(known_items(data, "valid", np.arange(len(data)), everything), hyperparameters)
+
+        def score(split: str, positions: np.ndarray) -> np.ndarray:
+            return known_items(data, split, positions, everything) @ made
+
+        seconds = time.perf_counter() - began
+        return Trained(score, validation_metrics(score, data), cost={"seconds": seconds})
+
+    best, records = best_of_trials(ctx, fit, SELECTION, trials=trials)
+    measured = measure(best.model, data)
+    measured.validation, measured.hyperparameters, measured.trials = best.validation, best.hyperparameters, records
+    measured.cost |= best.cost
+    return measured
+
+
+def known_items(data: SessionSplit, split: str, positions: np.ndarray, everything: bool) -> sparse.csr_matrix:
+    """Binary float64[B, n_items + 1] of the items before the target session, or the positive ones among them."""
+    table = data.interactions
+    rows = [np.arange(data.first[i], data.target(split)[i, 0]) for i in positions]
+    if not everything:
+        rows = [r[table.rating[r] >= LIKE_RATING] for r in rows]
+    owner = np.repeat(np.arange(len(rows)), [len(r) for r in rows])
+    column = table.item[np.concatenate(rows)]
+    shape = (len(rows), table.n_items + 1)
+    return sparse.csr_matrix((np.ones(len(column)), (owner, column)), shape=shape)
+
+
+@experiment.arm
+def popularity(ctx: Context) -> Measurement:
+    device_for(ctx.device)
+    data = load_split(ctx)
+    counts = data.popularity(positive=True).astype(np.float64)
+    return measure(lambda split, positions: np.tile(counts, (len(positions), 1)), data)
+
+
+@experiment.arm
+def itemknn(ctx: Context) -> Measurement:
+    device_for(ctx.device)
+    return linear_floor(ctx, KNN_TRIALS, lambda matrix, h: cosine_neighbours(matrix, h["neighbours"], 20.0))
+
+
+@experiment.arm
+def ease(ctx: Context) -> Measurement:
+    device_for(ctx.device)
+    return linear_floor(ctx, EASE_TRIALS, lambda matrix, h: ease_weights(matrix, h["lambda"]))
+
+
+@experiment.arm
+def sasrec_items(ctx: Context) -> Measurement:
+    return train(ctx, device_for(ctx.device))
+
+
+@experiment.arm
+def sasrec_next_session(ctx: Context) -> Measurement:
+    return train(ctx, device_for(ctx.device))
+
+
+@experiment.arm
+def sessionrec_transformer(ctx: Context) -> Measurement:
+    return train(ctx, device_for(ctx.device))
+
+
+@experiment.arm
+def sessionrec_hstu(ctx: Context) -> Measurement:
+    return train(ctx, device_for(ctx.device))
+
+
+@experiment.arm
+def single_positive(ctx: Context) -> Measurement:
+    return train(ctx, device_for(ctx.device))
+
+
+@experiment.arm
+def no_rank_loss(ctx: Context) -> Measurement:
+    return train(ctx, device_for(ctx.device))
+
+
+@experiment.arm
+def time_blind_sessions(ctx: Context) -> Measurement:
+    return train(ctx, device_for(ctx.device))

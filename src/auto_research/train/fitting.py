@@ -1,0 +1,84 @@
+"""Train one model of an adapter that has its own split: `fit` with the usual optimizer, schedule and observation.
+
+The request table and leave-two-out have `train_ctr` and `train_next_item`. An adapter with batches of its own calls
+`fit_model` from the function it gives to `best_of_trials`, once for each stage of its training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from auto_research.train.loop import Plan, fit
+from auto_research.train.optimizer import adamw, warmup_cosine
+from auto_research.train.state import StateFolder
+from auto_research.train.tuning import Trained
+
+if TYPE_CHECKING:
+    from auto_research.experiment.context import Context
+
+
+@dataclass(frozen=True)
+class FitBudget:
+    """The parts of a card's budget that training reads. epochs: cap.  patience: validations.  warmup: steps."""
+
+    epochs: int = 100
+    patience: int | None = 10
+    clip: float | None = 1.0
+    warmup: int = 50
+    validate_every: int = 1
+    steps: int | None = None
+
+    @classmethod
+    def of(cls, budget: Mapping[str, Any], **overrides: Any) -> FitBudget:
+        """From a card's budget; `overrides` win, other keys of the budget are left alone."""
+        return cls(**({f.name: budget[f.name] for f in fields(cls) if f.name in budget} | overrides))
+
+
+def fit_model(
+    ctx: Context,
+    model: nn.Module,
+    hyperparameters: Mapping[str, Any],
+    state: StateFolder,
+    *,
+    budget: FitBudget,
+    batches: Callable[[int], Sequence],
+    loss: Callable[[nn.Module, Any], Tensor],
+    validate: Callable[[nn.Module], dict[str, float]],
+    key: str,
+    higher_is_better: bool = True,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Trained:
+    """Train `model`, already on its device and seeded for, to its best epoch by validation `key`.
+
+    batches, loss, validate: as `train.loop.fit`.  optimizer: default AdamW with the trial's learning_rate and
+    weight_decay; the rate is warmed up and falls along a half cosine over the planned steps.
+    """
+    optimizer = optimizer or adamw(model, hyperparameters["learning_rate"], hyperparameters.get("weight_decay", 0.0))
+    plan = Plan(
+        budget.epochs,
+        budget.steps,
+        budget.clip,
+        key=key,
+        higher_is_better=higher_is_better,
+        patience=budget.patience,
+        validate_every=budget.validate_every,
+    )
+    fitted = fit(
+        model,
+        optimizer,
+        plan,
+        batches=batches,
+        loss=loss,
+        validate=validate,
+        state=state,
+        schedule=warmup_cosine(budget.warmup),
+        on_step=lambda model, step, total: ctx.observe("step", model=model, step=step),
+        progress=ctx.progress,
+    )
+    cost = {"seconds": fitted.seconds, "train_seconds": fitted.train_seconds, "steps": fitted.steps}
+    return Trained(model, fitted.validation, curve=fitted.history, cost=cost | {"best_epoch": fitted.best_epoch})
