@@ -61,7 +61,8 @@ def test_groups_partition_the_items(codes, random):
     seen = []
     for leaf, code in enumerate(table.leaves):
         items = table.items_of(code)
-        assert (table.codes[items] == code).all() and (table.leaf_of[items] == leaf).all()
+        assert (table.codes[items] == code).all()
+        assert (table.leaf_of[items] == leaf).all()
         keys = [(-popularity[i], i) for i in items]
         assert keys == sorted(keys)
         seen.extend(items.tolist())
@@ -100,7 +101,9 @@ def test_tokens_are_offset_by_level_and_specials_follow():
     with pytest.raises(ConfigError, match="level"):
         vocab.codes(np.array([[5, 3, 12]]))
     users = vocab.user_token(np.arange(1, 400))
-    assert users.min() == 15 and users.max() == 21 and len(set(users.tolist())) == 7
+    assert users.min() == 15
+    assert users.max() == 21
+    assert len(set(users.tolist())) == 7
 
 
 def test_user_tokens_never_change():
@@ -183,8 +186,10 @@ def test_broken_files_are_refused(tmp_path):
 @pytest.mark.parametrize(("items", "sizes"), [(60, (4, 4, 4)), (64, (4, 4, 4)), (50, (64, 64, 64, 2))])
 def test_random_codes_are_distinct_uniform_and_seeded(items, sizes):
     codes = random_codes(items, sizes, seed=1)
-    assert codes.shape == (items, len(sizes)) and len(np.unique(codes, axis=0)) == items
-    assert (codes >= 0).all() and (codes < np.array(sizes)).all()
+    assert codes.shape == (items, len(sizes))
+    assert len(np.unique(codes, axis=0)) == items
+    assert (codes >= 0).all()
+    assert (codes < np.array(sizes)).all()
     assert (codes == random_codes(items, sizes, seed=1)).all()
     assert (codes != random_codes(items, sizes, seed=2)).any()
 
@@ -193,7 +198,8 @@ def test_random_codes_use_every_code_alike():
     codes = random_codes(4000, (8, 8, 8, 16), seed=0)
     for level, size in enumerate((8, 8, 8, 16)):
         counts = np.bincount(codes[:, level], minlength=size)
-        assert counts.min() > 0.7 * 4000 / size and counts.max() < 1.3 * 4000 / size
+        assert counts.min() > 0.7 * 4000 / size
+        assert counts.max() < 1.3 * 4000 / size
 
 
 def test_too_few_tuples_are_refused():
