@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from auto_research.data.requests import RequestBatch, RequestTable
 from auto_research.experiment.studies import Study, study
@@ -57,20 +58,28 @@ def serving_studies(
     candidates: Sequence[int] = CANDIDATES,
     warm_up: int = WARM_UP,
     timed: int = TIMED,
+    label: str = SHARED,
+    also: Mapping[str, Callable[[RequestBatch], Tensor]] | None = None,
 ) -> dict[str, Study]:
-    """The studies `flops_per_request` and `request_ms` of a trained ranker, for `Measurement.extra["studies"]`."""
+    """The studies `flops_per_request` and `request_ms` of a trained ranker, for `Measurement.extra["studies"]`.
+
+    label: what the line of model(batch) is called.  also: label -> another way to compute the same logits.
+    """
     model.eval()
     single = candidates_of(table, 1, history=history, device=device)
     alone_flops = flops_of(lambda: model(single))
     alone_ms = 1e3 * median_seconds(lambda: model(single), device, warm_up, timed)
-    flops, milliseconds = [], []
+    flops = {name: [] for name in (label, *(also or {}))}
+    milliseconds = {name: [] for name in flops}
     for count in candidates:
         batch = candidates_of(table, count, history=history, device=device)
-        flops.append((count, flops_of(lambda batch=batch: model(batch))))
-        milliseconds.append((count, 1e3 * median_seconds(lambda batch=batch: model(batch), device, warm_up, timed)))
+        for name, rank in {label: model, **(also or {})}.items():
+            work = partial(rank, batch)
+            flops[name].append((count, flops_of(work)))
+            milliseconds[name].append((count, 1e3 * median_seconds(work, device, warm_up, timed)))
     x = "candidates of a request"
-    alone = [[(count, count * cost) for count in candidates] for cost in (alone_flops, alone_ms)]
+    alone = [{ALONE: [(count, count * cost) for count in candidates]} for cost in (alone_flops, alone_ms)]
     return {
-        "flops_per_request": study(x, "FLOPs", {SHARED: flops, ALONE: alone[0]}),
-        "request_ms": study(x, "milliseconds", {SHARED: milliseconds, ALONE: alone[1]}),
+        "flops_per_request": study(x, "FLOPs", flops | alone[0]),
+        "request_ms": study(x, "milliseconds", milliseconds | alone[1]),
     }
