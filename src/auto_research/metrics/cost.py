@@ -25,7 +25,19 @@ def flops_of(fn: Callable[[], object]) -> int:
     """
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils.flop_counter import flop_registry
+    from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+    def attention(query, key, value, *args, **kwargs) -> int:
+        return sdpa_flop_count(query.shape, key.shape, value.shape)
+
+    def attention_backward(gradient, query, key, value, *args, **kwargs) -> int:
+        return sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape)
+
+    aten = torch.ops.aten  # PyTorch's registry has the fused attention of accelerators only
+    formulas = dict(flop_registry) | {
+        aten._scaled_dot_product_flash_attention_for_cpu: attention,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward,
+    }
 
     class Counting(TorchDispatchMode):
         total = 0
@@ -36,7 +48,7 @@ def flops_of(fn: Callable[[], object]) -> int:
 
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             kwargs = kwargs or {}
-            formula = flop_registry.get(func._overloadpacket)
+            formula = formulas.get(func._overloadpacket)
             if formula is None and func is not torch.ops.prim.device.default:
                 with self:
                     result = func.decompose(*args, **kwargs)

@@ -18,7 +18,7 @@ from auto_research.metrics.bootstrap import (
 from auto_research.metrics.ctr import row_logloss
 
 LOWER_IS_BETTER = frozenset(
-    {"logloss", "loss", "bits_per_byte", "perplexity", "rmse", "mae", "head_share@10", "error", "latency_ms"}
+    {"logloss", "ne", "loss", "bits_per_byte", "perplexity", "rmse", "mae", "head_share@10", "error", "latency_ms"}
 )
 MIN_SEEDS = 3
 NEVER_A_RESULT = ("tiny", "smoke")

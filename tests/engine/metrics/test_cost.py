@@ -51,3 +51,13 @@ def test_flops_equal_those_of_pytorchs_own_counter():
     with FlopCounterMode(display=False) as counter:
         work()
     assert flops_of(work) == counter.get_total_flops() > 0
+
+
+def test_fused_attention_of_the_cpu_is_counted():
+    q, k, v = (torch.randn(2, 3, n, 8, requires_grad=True) for n in (5, 7, 7))
+
+    def forward():
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+    assert flops_of(forward) == 2 * 3 * 4 * 5 * 7 * 8
+    assert flops_of(lambda: forward().sum().backward()) == (1 + 2.5) * flops_of(forward)  # scores once more
