@@ -80,8 +80,8 @@ def request_attention(
 
 
 def _attend_group(q, k, v, group: Group, *, mask, bias, pair_mask, pair_bias, own, scale) -> Tensor:
-    if bias is None and pair_mask is None and pair_bias is None and own is None:
-        return _read_group(q, k, v, group, mask, scale)
+    if bias is None and pair_mask is None and pair_bias is None:
+        return _read_group(q, k, v, group, mask, own, scale)
     rows, heads, keys, _ = k.shape
     queries = q.shape[2]
     with float32_region(q.device):
@@ -112,22 +112,44 @@ def _attend_group(q, k, v, group: Group, *, mask, bias, pair_mask, pair_bias, ow
     return read.to(v.dtype)
 
 
-def _read_group(q: Tensor, k: Tensor, v: Tensor, group: Group, mask: Tensor | None, scale: float) -> Tensor:
-    """The same where nothing depends on the pair: softmax on the grid, no way back to flat pairs in between."""
+def _read_group(
+    q: Tensor, k: Tensor, v: Tensor, group: Group, mask: Tensor | None, own: OwnKeys | None, scale: float
+) -> Tensor:
+    """The same where no request key is hidden from single pairs: softmax on the grid, only own scores are spread to it."""
     rows, heads, keys, width = k.shape
     queries = q.shape[2]
+    least = torch.finfo(torch.float32).min
     with float32_region(q.device):
         grid = spread(q.float(), group).transpose(1, 2).reshape(rows * heads, group.width * queries, width)
         hidden = q.new_zeros(rows, keys, dtype=torch.float32)
         if mask is not None:
-            hidden = hidden.masked_fill(~mask, torch.finfo(torch.float32).min)
+            hidden = hidden.masked_fill(~mask, least)
         hidden = hidden.repeat_interleave(heads, dim=0).unsqueeze(1)  # (r H, 1, L)
         scores = torch.baddbmm(hidden, grid, k.float().flatten(0, 1).transpose(1, 2), alpha=scale)  # (r H, J Q, L)
-        read = torch.bmm(torch.softmax(scores, dim=2), v.float().flatten(0, 1))
+        if own is not None:
+            extra = scale * (q.float() @ own.k.float().transpose(2, 3))  # (p, H, Q, M)
+            if own.visible is not None:
+                extra = extra.masked_fill(~own.visible, least)
+            extra = spread(extra, group).transpose(1, 2).reshape(rows * heads, group.width * queries, -1)
+            scores = torch.cat([scores, extra], dim=2)
+        weights = torch.softmax(scores, dim=2)
+        read = torch.bmm(weights[..., :keys], v.float().flatten(0, 1))
         read = collect(read.reshape(rows, heads, group.width, queries, -1).transpose(1, 2), group)
-        if mask is not None:
-            read = read * mask.any(1)[group.row, None, None, None]
+        if own is not None:
+            extra = weights[..., keys:].reshape(rows, heads, group.width, queries, -1).transpose(1, 2)
+            read = read + collect(extra, group) @ own.v.float()
+        seen = _sees_any(mask, own, group)
+        if seen is not None:
+            read = read * seen
     return read.to(v.dtype)
+
+
+def _sees_any(mask: Tensor | None, own: OwnKeys | None, group: Group) -> Tensor | None:
+    """Whether each query has a visible key, [p, 1, Q or 1, 1]; None where all have one."""
+    if mask is None or (own is not None and own.visible is None):
+        return None
+    of_request = mask.any(1)[group.row, None, None, None]
+    return of_request if own is None else of_request | own.visible.any(1)[None, None, :, None]
 
 
 def visible_softmax(scores: Tensor) -> Tensor:

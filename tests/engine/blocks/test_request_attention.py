@@ -82,6 +82,18 @@ def test_equals_attention_over_copied_keys(counts, seed, full):
     torch.testing.assert_close(found, copied(q, k, v, request_of, **options), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("counts", [[3, 1, 2], [3, 1, 2, 5, 1, 1, 2, 9, 4, 1]])
+@pytest.mark.parametrize("visible", [None, torch.tensor([[1, 0, 0], [0, 0, 0], [1, 0, 1]], dtype=torch.bool)])
+def test_own_keys_alone_equal_attention_over_copied_keys(counts, visible):
+    q, k, v, request_of, mask = sample(counts)
+    mask[1] = False
+    own = OwnKeys(*torch.randn(2, len(request_of), 2, 3, 4), visible)
+    found = request_attention(q, k, v, request_of, mask=mask, own=own)
+    torch.testing.assert_close(found, copied(q, k, v, request_of, mask=mask, own=own), atol=1e-5, rtol=1e-5)
+    blind = found[request_of == 1][:, :, 1]
+    assert (blind == 0).all() == (visible is not None)
+
+
 def test_groups_cover_every_pair_once_and_are_half_full():
     counts = torch.tensor([1, 0, 40, 3, 2, 17, 33, 4, 8, 5])
     request_of = torch.repeat_interleave(torch.arange(10), counts)
