@@ -241,7 +241,9 @@ class Decoder(Operator):
     @staticmethod
     def merged(keys: list[RequestKeys]) -> RequestKeys:
         """One sequence out of several, [R, H, L_1 + .. + L_S, dh]."""
-        return RequestKeys(*(torch.cat(part, dim=axis) for part, axis in zip(zip(*keys, strict=True), (2, 2, 1))))
+        return RequestKeys(
+            *(torch.cat(part, dim=axis) for part, axis in zip(zip(*keys, strict=True), (2, 2, 1), strict=True))
+        )
 
     def flops(self, pairs: int, queries: int, length: int, read: int, requests: int = 1) -> int:
         """length: rows projected to K and V; read: rows the queries attend to (more when sequences are merged)."""
