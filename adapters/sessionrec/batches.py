@@ -11,6 +11,8 @@ from torch import Tensor
 from adapters.sessionrec.sessions import TokenSequences, ranges
 from auto_research.runtime.seeds import stable_rng
 
+LENGTH_SPREAD = (0.5, 1.5)
+
 
 @dataclass
 class SessionBatch:
@@ -96,7 +98,10 @@ class Draws:
 
 
 class EpochBatches:
-    """Batches of one epoch: all users once, in an order seeded by (seed, epoch), draws seeded by (seed, epoch, index)."""
+    """Batches of one epoch: all users once, in an order seeded by (seed, epoch), draws seeded by (seed, epoch, index).
+
+    Users with histories of like length share a batch, within a spread, so that little padding is computed.
+    """
 
     def __init__(
         self,
@@ -110,8 +115,11 @@ class EpochBatches:
     ):
         self.sequences, self.n_items, self.draws, self.device = sequences, n_items, draws, device
         self.seed, self.epoch = seed, epoch
-        order = stable_rng("session-order", seed, epoch).permutation(len(sequences))
-        self.groups = np.split(order, range(size, len(order), size))
+        rng = stable_rng("session-order", seed, epoch)
+        length = np.diff(sequences.token_start)
+        order = np.argsort(length * rng.uniform(*LENGTH_SPREAD, len(length)), kind="stable")
+        groups = np.split(order, range(size, len(order), size))
+        self.groups = [groups[i] for i in rng.permutation(len(groups))]
 
     def __len__(self) -> int:
         return len(self.groups)

@@ -36,9 +36,8 @@ def set_ranks(scores: np.ndarray, positives: np.ndarray, seen: np.ndarray) -> np
     other[0] = False
     other[seen] = False
     other[positives] = False
-    others = np.sort(scores[other])
     mine = np.sort(scores[positives])[::-1]
-    above = len(others) - np.searchsorted(others, mine, side="left")
+    above = (scores[other] >= mine[:, None]).sum(1)
     return above + np.arange(1, len(mine) + 1)
 
 

@@ -39,9 +39,9 @@ experiment = Experiment("sessionrec")
 
 SELECTION = "ndcg@10"
 STUDY_EVENTS = (50, 100, 200)
-TIMED = 10
+WARM_UP, TIMED = 1, 5
 KNN_TRIALS = tuple({"neighbours": k, "inputs": inputs} for k in (50, 100, 200) for inputs in ("positive", "all"))
-EASE_TRIALS = tuple({"lambda": value, "inputs": i} for value in (100.0, 200.0, 400.0) for i in ("positive", "all"))
+EASE_TRIALS = tuple({"lambda": value, "inputs": i} for value in (200.0, 400.0, 800.0) for i in ("positive", "all"))
 
 
 @lru_cache(maxsize=2)
@@ -155,11 +155,11 @@ def costs(model, sequences, data: SessionSplit, rule: TokenRule, device: torch.d
         model.loss(training, share).backward()
 
     model.train()
-    step_ms = 1e3 * median_seconds(step, device)
+    step_ms = 1e3 * median_seconds(step, device, WARM_UP, TIMED)
     model.zero_grad(set_to_none=True)
     model.eval()
     with torch.no_grad():
-        query_ms = 1e3 * median_seconds(lambda: model(one), device)
+        query_ms = 1e3 * median_seconds(lambda: model(one), device, WARM_UP, TIMED)
         flops = float(flops_of(lambda: model(one)))
     return {
         "params": count_params(model),

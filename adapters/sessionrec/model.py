@@ -190,33 +190,30 @@ class SessionRec(nn.Module):
 
     def _retrieval(self, scores: Tensor, batch: SessionBatch, share: Tensor) -> Tensor:
         positive, mask = _of(scores, batch.pos)
+        usable = ~excluded(batch)
         if self.config.negatives == "full":
-            count, expected = torch.ones_like(scores[:1]), torch.ones_like(scores[:1])
-        else:
-            count, expected = negative_counts(batch, share)
-        usable = (count > 0) & ~excluded(batch)
-        log_q = expected.log() - count.clamp(min=1).log()
-        return multi_positive_softmax(positive, mask, scores, usable, log_q_negative=log_q)
+            return multi_positive_softmax(positive, mask, scores, usable)
+        owner = batch.user[batch.state]
+        count, expected = negative_counts(batch, share)
+        log_q = expected.clamp(min=torch.finfo(torch.float32).tiny).log() - count.clamp(min=1).log()
+        usable = usable & (count > 0)[owner]
+        return multi_positive_softmax(positive, mask, scores, usable, log_q_negative=log_q[owner])
 
 
 def negative_counts(batch: SessionBatch, share: Tensor) -> tuple[Tensor, Tensor]:
-    """How often each item is a negative of each target, and how often the two proposals would give it: [R, n_items + 1].
+    """How often each item is a negative of a user's targets, and how often both proposals together would give it.
 
-    Negatives are the uniform items of the step and the positives of the batch's other users. The drawn items are few
-    more than the catalogue has, so they are counted per item rather than listed: a sum over draws of e^{s - log Q} is
-    the sum over items of count e^s / expected, an unbiased estimate of the sum over the catalogue.
+    Both [B, n_items + 1]. Negatives are the uniform items of the step and the positives of the batch's other users.
+    There are more draws than items, so they are counted instead of listed: a sum over draws of e^{s - log Q} is the sum
+    over items of count e^s / expected, an unbiased estimate of the sum over the catalogue. share: f_i, [n_items + 1].
     """
-    owner = batch.user[batch.state]  # (R,)
     n = len(batch.drawn)
-    real = (batch.pos > 0).float()
-    cell = owner.unsqueeze(1) * n + batch.pos
-    own = torch.zeros(batch.users * n, device=real.device).index_add_(0, cell.flatten(), real.flatten())
-    own = own.reshape(batch.users, n)
+    cell = batch.user[batch.state].unsqueeze(1) * n + batch.pos
+    own = torch.zeros(batch.users * n, device=cell.device)
+    own = own.index_add_(0, cell.flatten(), (batch.pos > 0).float().flatten()).reshape(batch.users, n)
     total = own.sum(0)
-    in_batch = (total - own)[owner]  # (R, n)
-    size = (total.sum() - own.sum(1))[owner].unsqueeze(1)
-    expected = size * share + batch.drawn.sum() / (n - 1)
-    return in_batch + batch.drawn, expected
+    size = (total.sum() - own.sum(1)).unsqueeze(1)
+    return total - own + batch.drawn, size * share + batch.drawn.sum() / (n - 1)
 
 
 def excluded(batch: SessionBatch) -> Tensor:

@@ -15,7 +15,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from contract_edits import EditedFolders, EditedTables, edges, other_history, other_targets, scores
+from contract_edits import (
+    EditedFolders,
+    EditedTables,
+    OwnSplit,
+    blind_spot,
+    edges,
+    other_future,
+    other_history,
+    other_past,
+    other_targets,
+    scores,
+)
 from contract_runs import Runs, Watch
 
 from auto_research.data.requests import RequestTable
@@ -124,13 +135,18 @@ def the_future_changes_no_score(runs: Runs, tables: EditedTables) -> None:
             _future_of_requests(name, runs.role(name), trained, tables)
         elif isinstance(trained.data, LeaveTwoOut):
             _future_of_sequences(name, runs.role(name), trained)
+        else:
+            assert isinstance(trained.data, OwnSplit), (
+                f"{name}: {type(trained.data).__name__} is no split that can be edited"
+            )
+            _future_of_own_split(name, runs.role(name), trained)
 
 
 def test_rows_change_no_training(runs: Runs, folders: EditedFolders) -> None:
     """With value and item of all test rows changed on disk, weights and validation of every arm stay the same."""
     for _, name in runs.arms:
         seen = runs.watch(name).trained
-        if seen is None or not isinstance(seen.data, RequestTable | LeaveTwoOut):
+        if seen is None or not isinstance(seen.data, RequestTable | LeaveTwoOut | OwnSplit):
             continue
         root = folders.root(seen.data)
         edited = runs.seen(
@@ -259,4 +275,15 @@ def _future_of_sequences(name: str, role: str, trained) -> None:
         after = scores(trained, other_targets(trained.data, split), split=split)
         assert np.array_equal(before, after), f"{name}: the {split} target changes the {split} scores"
     noticed = not np.array_equal(before, scores(trained, other_history(trained.data)))
+    assert noticed or role != "treatment", f"{name}: the user's past does not change the scores either"
+
+
+def _future_of_own_split(name: str, role: str, trained) -> None:
+    problem = blind_spot(trained.data)
+    assert not problem, f"{name}: {problem}"
+    for split in ("valid", "test"):
+        before = scores(trained, split=split)
+        after = scores(trained, other_future(trained.data, split), split=split)
+        assert np.array_equal(before, after), f"{name}: ratings from the {split} target on change the {split} scores"
+    noticed = not np.array_equal(before, scores(trained, other_past(trained.data)))
     assert noticed or role != "treatment", f"{name}: the user's past does not change the scores either"

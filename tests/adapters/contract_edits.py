@@ -6,17 +6,43 @@ import hashlib
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from auto_research.data.folder import read_manifest, read_tables, write_folder
-from auto_research.data.interactions import TABLES
+from auto_research.data.interactions import TABLES, Interactions
 from auto_research.data.prepare import DERIVED, prepare_table
 from auto_research.data.request_index import SPLITS
 from auto_research.data.requests import RequestTable
 from auto_research.data.sequences import MIN_EVENTS, LeaveTwoOut
 
 CANDIDATES = 24
+
+
+@runtime_checkable
+class OwnSplit(Protocol):
+    """A split that an adapter makes itself out of canonical interactions; `len` counts the users that are scored.
+
+    Its arms show it to the observer as `data`, with `score(data, split, positions) -> [B, n_items + 1]`, positions being
+    int64[B] of its users.
+    """
+
+    interactions: Interactions
+
+    def __len__(self) -> int: ...
+
+    def hidden(self, split: str) -> np.ndarray:
+        """bool[N] rows of the scored users that no score of 'valid' or 'test' may depend on: all from some second on."""
+
+    def tested(self) -> np.ndarray:
+        """bool[N] rows that neither training nor selection may depend on."""
+
+    def fixed(self) -> np.ndarray:
+        """bool[N] rows whose rating decides what the targets are. Edits change their items, not their ratings."""
+
+    def edited(self, *, item: np.ndarray, rating: np.ndarray) -> OwnSplit:
+        """The same split over other values."""
 
 
 def scores(trained: SimpleNamespace, data=None, request: int | None = None, split: str = "test") -> np.ndarray:
@@ -70,6 +96,42 @@ def changed(item: np.ndarray, rating: np.ndarray, rows: np.ndarray) -> tuple[np.
     return item, rating
 
 
+def other_future(data: OwnSplit, split: str) -> OwnSplit:
+    """Other items and ratings wherever no score of `split` may look, the targets in the same places."""
+    return data.edited(**_kept(data, data.hidden(split)))
+
+
+def other_past(data: OwnSplit) -> OwnSplit:
+    """Other items in everything before the test targets; the ratings, which may decide the split, stay."""
+    item, _ = changed(data.interactions.item, data.interactions.rating, ~data.hidden("test"))
+    return data.edited(item=item, rating=data.interactions.rating)
+
+
+def _kept(data: OwnSplit, rows: np.ndarray) -> dict[str, np.ndarray]:
+    table = data.interactions
+    item, rating = changed(table.item, table.rating, rows)
+    return {"item": item, "rating": np.where(data.fixed(), table.rating, rating)}
+
+
+def blind_spot(data: OwnSplit) -> str:
+    """What is wrong with the rows that an adapter's split calls hidden, '' if nothing: a check on them must mean something."""
+    user, second = data.interactions.user, data.interactions.timestamp
+    same_user = user[1:] == user[:-1]
+    for split in ("valid", "test"):
+        hidden = data.hidden(split)
+        if len(np.unique(user[hidden])) != len(data):
+            return f"not every scored user has hidden {split} rows"
+        if (hidden[:-1] & ~hidden[1:] & same_user).any():
+            return f"a user's hidden {split} rows end before the last rating"
+        if (~hidden[:-1] & hidden[1:] & same_user & (second[1:] == second[:-1])).any():
+            return f"the hidden {split} rows begin inside a second"
+        if data.fixed()[hidden].mean() > 0.5:
+            return f"most ratings of the hidden {split} rows are fixed"
+    if (data.hidden("test") & ~(data.hidden("valid") & data.tested())).any():
+        return "a hidden test row is seen by validation or training"
+    return ""
+
+
 def other_targets(sequences: LeaveTwoOut, split: str) -> LeaveTwoOut:
     """Other items as the target of `split` and in everything after it."""
 
@@ -84,8 +146,10 @@ def other_history(sequences: LeaveTwoOut) -> LeaveTwoOut:
     return replace(sequences, train_items=sequences.train_items % sequences.n_items + 1)
 
 
-def tested_rows(data: RequestTable | LeaveTwoOut, user: np.ndarray) -> np.ndarray:
+def tested_rows(data: RequestTable | LeaveTwoOut | OwnSplit, user: np.ndarray) -> np.ndarray:
     """bool[N] rows of the canonical order that are test rows of the split which `data` uses. user: int[N]."""
+    if isinstance(data, OwnSplit):
+        return data.tested()
     if isinstance(data, RequestTable):
         return np.repeat(data.index.split == SPLITS.index("test"), data.index.stop - data.index.start)
     last = np.append(user[1:] != user[:-1], True)
@@ -98,14 +162,16 @@ class EditedFolders:
     def __init__(self, prepared: Path, dataset: str, folder: Path) -> None:
         self.prepared, self.dataset, self.folder = prepared, dataset, folder
 
-    def root(self, data: RequestTable | LeaveTwoOut) -> Path:
+    def root(self, data: RequestTable | LeaveTwoOut | OwnSplit) -> Path:
         """A data root for runs that must not notice."""
         tables = read_tables(self.prepared / "canonical", TABLES)
         column = {name: tables["ratings"][name].to_numpy() for name in tables["ratings"].column_names}
         rows = tested_rows(data, column["user"])
-        root = self.folder / hashlib.sha256(rows.tobytes()).hexdigest()[:12]
+        fixed = data.fixed() if isinstance(data, OwnSplit) else np.zeros_like(rows)
+        root = self.folder / hashlib.sha256(rows.tobytes() + fixed.tobytes()).hexdigest()[:12]
         if not root.is_dir():
             item, rating = changed(column["item"], column["rating"], rows)
+            rating = np.where(fixed, column["rating"], rating)
             self._write(root / self.dataset, tables, column | {"item": item, "rating": rating})
         return root
 
