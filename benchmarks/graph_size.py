@@ -87,16 +87,8 @@ def main() -> None:
 def measure(base: Path, options: argparse.Namespace) -> None:
     """Time dry-run and no-op calls in `base` and print them."""
     env = {**os.environ, "AUTO_RESEARCH_ROOT": str(base)}
-    profile = str(CHECKOUT / "profiles" / "default")
-    snakemake = [
-        sys.executable,
-        "-m",
-        "snakemake",
-        "--snakefile",
-        str(CHECKOUT / "Snakefile"),
-        "--workflow-profile",
-        profile,
-    ]
+    snakemake = [sys.executable, "-m", "snakemake", "--snakefile", str(CHECKOUT / "Snakefile")]
+    snakemake += ["--workflow-profile", str(CHECKOUT / "profiles" / "default")]
     rows = [("start of snakemake (--version)", *timed([*snakemake[:3], "--version"], base, env)[:2])]
     wall, cpu, output = timed([*snakemake, "reproduce_all", "-n"], base, env)
     jobs = next(line.split()[-1] for line in output.splitlines() if line.startswith("total "))

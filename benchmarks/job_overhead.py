@@ -45,16 +45,8 @@ def main() -> None:
     from auto_research.experiment.card import find_card
 
     card = find_card(CHECKOUT, options.adapter)
-    profile = str(CHECKOUT / "profiles" / "default")
-    snakemake = [
-        sys.executable,
-        "-m",
-        "snakemake",
-        "--snakefile",
-        str(CHECKOUT / "Snakefile"),
-        "--workflow-profile",
-        profile,
-    ]
+    snakemake = [sys.executable, "-m", "snakemake", "--snakefile", str(CHECKOUT / "Snakefile")]
+    snakemake += ["--workflow-profile", str(CHECKOUT / "profiles" / "default")]
     dataset = card.dataset()
     tables = [f"results/data/{dataset}/{table}/manifest.json" for table in card.data["needs"]]
     settings = ["--config", "tier=tiny", "device=cpu", "cpu_threads=1"]

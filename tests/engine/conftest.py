@@ -1,6 +1,9 @@
-"""Contexts for arms that run outside an adapter."""
+"""Contexts for arms that run outside an adapter, and a code root with a toy adapter."""
 
 from __future__ import annotations
+
+import shutil
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +11,7 @@ from auto_research.experiment.context import Budget, Context
 from auto_research.experiment.layout import Layout
 from auto_research.train.state import StateFolder
 
+TOY_ROOT = Path(__file__).parents[1] / "workflow" / "toy_root"
 TINY = {
     "users": 24,
     "catalogue_users": 6,
@@ -43,3 +47,18 @@ def arm_context(tmp_path, movielens_100k):
         )
 
     return make
+
+
+@pytest.fixture
+def toy_root(tmp_path, monkeypatch):
+    """A code root of its own with the toy adapter, and the working directory below it."""
+    root = tmp_path / "root"
+    shutil.copytree(TOY_ROOT, root, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setenv("AUTO_RESEARCH_ROOT", str(root))
+    monkeypatch.delenv("TOY_DIR", raising=False)
+    monkeypatch.chdir(root)
+    yield root
+    from auto_research.experiment.loader import use_root
+
+    monkeypatch.undo()
+    use_root()
