@@ -4,7 +4,6 @@ What makes an arm differ is its `switch` in card.yaml; sizes are in the budget. 
 paper's split over users and drops the user fields.
 """
 
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -13,9 +12,7 @@ from torch import Tensor, nn
 
 from adapters.din.model import DIN, DINConfig, LogisticRegression
 from adapters.din.user_split import split_by_user
-from auto_research.baselines import bias as bias_baseline
-from auto_research.baselines import gbdt as gbdt_baseline
-from auto_research.baselines import popularity as popularity_baseline
+from auto_research.baselines.floors import request_floors
 from auto_research.data.requests import RequestTable
 from auto_research.experiment.context import Context
 from auto_research.experiment.contract import Experiment, Measurement
@@ -25,6 +22,7 @@ from auto_research.train.ctr import RequestBudget, load_requests, train_ctr
 from auto_research.train.optimizer import exponential
 
 experiment = Experiment("din")
+request_floors(experiment)
 
 HALF_EPOCH_DECAY = 0.9
 CASE_USERS, CASE_EVENTS = 20, 5
@@ -43,13 +41,8 @@ def table_of(ctx: Context) -> tuple[RequestTable, bool]:
 
 
 def config_of(ctx: Context, by_user: bool) -> DINConfig:
-    """Sizes from the budget, switches from the arm."""
-    names = {f.name for f in fields(DINConfig)}
-    values = {name: ctx.budget[name] for name in ctx.budget if name in names} | (ctx.switch or {})
-    for name in ("hidden", "unit_hidden"):
-        if name in values:
-            values[name] = tuple(values[name])
-    return DINConfig(**values, **({"user_fields": ()} if by_user else {}))
+    """Sizes from the budget, switches from the arm; no user fields when users are split."""
+    return ctx.configured(DINConfig, **({"user_fields": ()} if by_user else {}))
 
 
 def train_occurrences(table: RequestTable, history: int) -> dict[str, Tensor]:
@@ -115,21 +108,6 @@ def case_study(model: nn.Module, table: RequestTable, device: torch.device) -> d
         ]
         cases.append({"user": int(user), "candidate": titles[int(target)], "history": films})
     return {"attention": cases}
-
-
-@experiment.arm
-def bias(ctx: Context) -> Measurement:
-    return bias_baseline.run(ctx, device=device_for(ctx.device))
-
-
-@experiment.arm
-def popularity(ctx: Context) -> Measurement:
-    return popularity_baseline.run_requests(ctx, device=device_for(ctx.device))
-
-
-@experiment.arm
-def gbdt(ctx: Context) -> Measurement:
-    return gbdt_baseline.run(ctx, device=device_for(ctx.device))
 
 
 @experiment.arm

@@ -5,7 +5,6 @@ What makes an arm differ from `rankmixer_dense` is its `switch` in card.yaml; si
 
 import copy
 import time
-from dataclasses import fields
 from functools import lru_cache, partial
 from typing import Any
 
@@ -14,10 +13,8 @@ from torch import nn
 
 from adapters.rankmixer.cross_ranker import CrossRanker, matched_sizes
 from adapters.rankmixer.model import RankMixer, RankMixerConfig
-from auto_research.baselines import bias as bias_baseline
 from auto_research.baselines import din as din_baseline
-from auto_research.baselines import gbdt as gbdt_baseline
-from auto_research.baselines import popularity as popularity_baseline
+from auto_research.baselines.floors import request_floors
 from auto_research.blocks.token_mixing import UniMixer
 from auto_research.data.requests import RequestTable
 from auto_research.experiment.context import Context
@@ -26,6 +23,7 @@ from auto_research.runtime.devices import device_for, synchronize
 from auto_research.train.ctr import load_requests, train_ctr
 
 experiment = Experiment("rankmixer")
+request_floors(experiment)
 
 WARM_UP, TIMED = 5, 5
 TIMED_PAIRS = 1024
@@ -36,15 +34,8 @@ SPLIT_NOTE = (
 )
 
 
-def config_of(ctx: Context) -> RankMixerConfig:
-    """Sizes from the budget, slots from the arm's switch."""
-    names = {f.name for f in fields(RankMixerConfig)}
-    values = {name: ctx.budget[name] for name in ctx.budget if name in names}
-    return RankMixerConfig(**(values | (ctx.switch or {})))
-
-
 def train(ctx: Context) -> Measurement:
-    device, table, config = device_for(ctx.device), load_requests(ctx), config_of(ctx)
+    device, table, config = device_for(ctx.device), load_requests(ctx), ctx.configured(RankMixerConfig)
 
     def build(hyperparameters: dict[str, Any]) -> nn.Module:
         return RankMixer(config, table.vocab, table.item_genres)
@@ -122,28 +113,13 @@ def _serving_flops(model: RankMixer, ratio: list[list[float]]) -> float:
 
 
 @experiment.arm
-def bias(ctx: Context) -> Measurement:
-    return bias_baseline.run(ctx, device=device_for(ctx.device))
-
-
-@experiment.arm
-def popularity(ctx: Context) -> Measurement:
-    return popularity_baseline.run_requests(ctx, device=device_for(ctx.device))
-
-
-@experiment.arm
-def gbdt(ctx: Context) -> Measurement:
-    return gbdt_baseline.run(ctx, device=device_for(ctx.device))
-
-
-@experiment.arm
 def din(ctx: Context) -> Measurement:
     return din_baseline.run(ctx, device=device_for(ctx.device))
 
 
 @experiment.arm
 def dcnv2_matched(ctx: Context) -> Measurement:
-    device, table, config = device_for(ctx.device), load_requests(ctx), config_of(ctx)
+    device, table, config = device_for(ctx.device), load_requests(ctx), ctx.configured(RankMixerConfig)
     reference = RankMixer(config, table.vocab, table.item_genres)
     target, inputs = reference.dense_params(), reference.input.width
     rank, hidden = matched_sizes(target, inputs, CROSS_LAYERS)

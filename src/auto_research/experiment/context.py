@@ -6,9 +6,9 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from auto_research.experiment.layout import Layout
 from auto_research.runtime.errors import DataMissing
@@ -16,6 +16,8 @@ from auto_research.runtime.files import write_json
 
 if TYPE_CHECKING:
     from auto_research.train.state import StateFolder
+
+T = TypeVar("T")
 
 
 class Budget(Mapping):
@@ -90,6 +92,15 @@ class Context:
                 f"{folder} is not made; run scripts/run_artifact.py --adapter {self.key} --artifact {name}"
             )
         return folder
+
+    def configured(self, kind: type[T], **fixed: Any) -> T:
+        """A configuration dataclass filled with the budget's values of its fields, the arm's switch, and `fixed`.
+
+        Each wins over those before it; lists become tuples.
+        """
+        names = {f.name for f in fields(kind)}
+        values = {name: self.budget[name] for name in self.budget if name in names} | (self.switch or {}) | fixed
+        return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
     def progress(self, done: float, total: float, **values: Any) -> None:
         """Say how far the stage is. Written at most twice a second to `progress_file`, where the command line reads it."""

@@ -1,9 +1,14 @@
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 
-from auto_research.experiment.context import Budget
+from auto_research.baselines.floors import request_floors
+from auto_research.experiment.context import Budget, Context
 from auto_research.experiment.contract import Experiment, Measurement, Rows, Units, measurement_from
+from auto_research.experiment.layout import Layout
 from auto_research.runtime.errors import ConfigError, NonFinite
+from auto_research.train.state import StateFolder
 
 
 def test_a_measurement_survives_the_trip_through_plain_values():
@@ -57,3 +62,29 @@ def test_a_budget_is_read_only_and_names_what_it_has():
         _ = budget.width
     with pytest.raises(AttributeError, match="read-only"):
         budget.epochs = 4
+
+
+@dataclass(frozen=True)
+class Sizes:
+    width: int = 4
+    hidden: tuple[int, int] = (8, 4)
+    mixer: str = "shuffle"
+
+
+def test_a_configuration_takes_budget_then_switch_then_fixed_values(tmp_path):
+    switch = {"mixer": "identity", "width": 16}
+    budget = Budget({"width": 8, "hidden": [2, 1], "epochs": 3, "mixer": "attention"})
+    ctx = Context(
+        "toy", "arm", "tiny", "movielens-100k", 42, budget, Layout("toy", "tiny", "movielens-100k"),
+        StateFolder(tmp_path), switch=switch,
+    )  # fmt: skip
+    assert ctx.configured(Sizes) == Sizes(16, (2, 1), "identity")
+    assert ctx.configured(Sizes, mixer="fixed") == Sizes(16, (2, 1), "fixed")
+
+
+def test_floors_are_arms_and_a_second_registration_is_refused():
+    experiment = Experiment("toy")
+    request_floors(experiment)
+    assert list(experiment.arms) == ["bias", "popularity", "gbdt"]
+    with pytest.raises(ConfigError, match="bias is defined twice"):
+        request_floors(experiment)
