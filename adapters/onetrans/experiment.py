@@ -1,0 +1,167 @@
+"""Stages of OneTrans: floors, the two late-fusion baselines, the model and its ablations.
+
+What makes an arm differ from `onetrans` is its `switch` in card.yaml; sizes are in the budget. Besides quality every
+cached model reports what caching and the pyramid save: across candidates, and from request to request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from adapters.onetrans.late_fusion import matched
+from adapters.onetrans.model import OneTrans, OneTransConfig, score_elements
+from adapters.onetrans.replay import growth_studies, replay
+from adapters.onetrans.tokens import SEQUENCES
+from auto_research.baselines import bias as bias_baseline
+from auto_research.baselines import gbdt as gbdt_baseline
+from auto_research.baselines import popularity as popularity_baseline
+from auto_research.baselines.dcnv2 import HIDDEN, DCNv2
+from auto_research.data.behaviours import BehaviourTable
+from auto_research.evaluate.ctr import model_scorer, rated_batches
+from auto_research.evaluate.serving import CANDIDATES, TIMED, serving_studies
+from auto_research.experiment.context import Context
+from auto_research.experiment.contract import Experiment, Measurement
+from auto_research.runtime.devices import device_for
+from auto_research.train.ctr import load_requests, train_ctr
+
+experiment = Experiment("onetrans")
+
+LOVE = 2
+SPLIT_NOTE = "Split per user by time: item parameters may have seen later ratings of other users."
+
+
+def config_of(ctx: Context) -> OneTransConfig:
+    """Sizes from the budget, switches from the arm."""
+    names = {f.name for f in fields(OneTransConfig)}
+    values = {name: ctx.budget[name] for name in ctx.budget if name in names}
+    return OneTransConfig(**(values | (ctx.switch or {})))
+
+
+def love_auc(model: nn.Module, table: BehaviourTable, device: torch.device, history: int) -> float:
+    """AUC of the love head (the paper's CVR) on the rated test rows."""
+    from sklearn.metrics import roc_auc_score
+
+    score, batches = model_scorer(model, device), rated_batches(table, "test", history=history)
+    logits = np.concatenate([score(batch)[:, LOVE].float().cpu().numpy() for batch in batches])
+    label = np.concatenate([batch.love.numpy() for batch in batches]) > 0.5
+    return float(roc_auc_score(label, logits))
+
+
+def warm_up(steps: int) -> Callable[[int, int], float]:
+    """Linear warm-up, then constant: (step, total) -> factor."""
+    return lambda step, total: min(1.0, (step + 1) / max(1, steps))
+
+
+def inspect(model: nn.Module, table: BehaviourTable, *, ctx: Context, device: torch.device) -> dict[str, Any]:
+    """Love AUC, and for OneTrans the cost of a request, of the cache and of replayed requests."""
+    history = ctx.budget.history
+    extra: dict[str, Any] = {"love_auc": love_auc(model, table, device, history), "studies": {}}
+    candidates = ctx.budget.get("serving_candidates", CANDIDATES)
+    timed = ctx.budget.get("timed", TIMED)
+    extra["studies"] |= serving_studies(
+        model, table, device=device, history=history, candidates=candidates, timed=timed
+    )
+    if not isinstance(model, OneTrans):
+        return extra
+    config = model.config
+    extra["efficiency"] = {
+        "kv_cache_bytes": model.cache_bytes(),
+        "score_elements": score_elements(config.kept, config.length, config.tokens),
+        "dense_params": model.dense_params(),
+    }
+    if config.positions == "oldest":
+        extra["cross_request"] = replay(model, table, device=device, users=ctx.budget.get("replay_users", 50))
+        extra["studies"] |= growth_studies(model, table, device=device, timed=timed)
+    return extra
+
+
+def run(ctx: Context, build) -> Measurement:
+    """Train, measure and inspect. build: (config, table) -> model."""
+    device, table, config = device_for(ctx.device), BehaviourTable.of(load_requests(ctx)), config_of(ctx)
+    measured = train_ctr(
+        ctx,
+        lambda hyperparameters: build(config, table),
+        device=device,
+        table=table,
+        schedule=warm_up(ctx.budget.get("warmup", 50)),
+        inspect=partial(inspect, ctx=ctx, device=device),
+    )
+    return finish(measured)
+
+
+def finish(measured: Measurement) -> Measurement:
+    measured.metrics["love_auc"] = measured.extra.pop("love_auc")
+    measured.cost |= measured.extra.pop("efficiency", {})
+    measured.notes.append(SPLIT_NOTE)
+    return measured
+
+
+def train(ctx: Context) -> Measurement:
+    return run(ctx, lambda config, table: OneTrans(config, table.vocab, torch.as_tensor(table.item_genres)))
+
+
+@experiment.arm
+def bias(ctx: Context) -> Measurement:
+    return bias_baseline.run(ctx, device=device_for(ctx.device))
+
+
+@experiment.arm
+def popularity(ctx: Context) -> Measurement:
+    return popularity_baseline.run_requests(ctx, device=device_for(ctx.device))
+
+
+@experiment.arm
+def gbdt(ctx: Context) -> Measurement:
+    return gbdt_baseline.run(ctx, device=device_for(ctx.device))
+
+
+@experiment.arm
+def dcnv2_din(ctx: Context) -> Measurement:
+    def build(config: OneTransConfig, table: BehaviourTable) -> nn.Module:
+        return DCNv2(
+            table.vocab,
+            torch.as_tensor(table.item_genres),
+            history=config.history,
+            hidden=ctx.budget.get("cross_hidden", HIDDEN),
+            dropout=config.dropout,
+            sequences=SEQUENCES,
+        )
+
+    return run(ctx, build)
+
+
+@experiment.arm
+def encode_then_interact(ctx: Context) -> Measurement:
+    return run(ctx, lambda config, table: matched(config, table.vocab, torch.as_tensor(table.item_genres)))
+
+
+@experiment.arm
+def onetrans(ctx: Context) -> Measurement:
+    return train(ctx)
+
+
+@experiment.arm
+def shared_params(ctx: Context) -> Measurement:
+    return train(ctx)
+
+
+@experiment.arm
+def no_pyramid(ctx: Context) -> Measurement:
+    return train(ctx)
+
+
+@experiment.arm
+def ns_isolated(ctx: Context) -> Measurement:
+    return train(ctx)
+
+
+@experiment.arm
+def oldest_positions(ctx: Context) -> Measurement:
+    return train(ctx)
