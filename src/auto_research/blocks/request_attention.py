@@ -244,9 +244,10 @@ class HeadwiseCrossAttention(nn.Module):
         k, v = torch.bmm(heads, self.kv).reshape(self.tokens, requests, length, -1).transpose(0, 1).chunk(2, dim=3)
         return RequestKeys(k, v, mask)  # (R, N, L, D) each
 
-    def attend(self, x: Tensor, keys: RequestKeys, request_of: Tensor) -> Tensor:
-        q = x.transpose(0, 1).unsqueeze(2)  # (P, N, 1, D)
-        read = request_attention(q, keys.k, keys.v, request_of, mask=keys.mask, scale=1 / math.sqrt(self.width))
+    def attend(self, x: Tensor, keys: RequestKeys, request_of: Tensor, groups: list[Group] | None = None) -> Tensor:
+        """x and keys may hold some of the heads only."""
+        q, scale = x.transpose(0, 1).unsqueeze(2), 1 / math.sqrt(self.width)  # (P, N, 1, D)
+        read = request_attention(q, keys.k, keys.v, request_of, mask=keys.mask, scale=scale, groups=groups)
         return read.squeeze(2).transpose(0, 1).to(x.dtype)
 
     def forward(self, x: Tensor, source: Tensor, mask: Tensor, request_of: Tensor) -> Tensor:

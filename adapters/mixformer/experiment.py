@@ -1,0 +1,171 @@
+"""Stages of MixFormer: floors, the stacked baseline, the plain and the decoupled model, ablations and the scaling study.
+
+What makes an arm differ from `mixformer` is its `switch` in card.yaml; sizes are in the budget.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from adapters.mixformer.model import MixFormer, MixFormerConfig
+from adapters.mixformer.stacked import Stacked
+from auto_research.baselines import bias as bias_baseline
+from auto_research.baselines import dcnv2 as dcnv2_baseline
+from auto_research.baselines import gbdt as gbdt_baseline
+from auto_research.baselines import popularity as popularity_baseline
+from auto_research.blocks.rankmixer_block import matched_width
+from auto_research.data.requests import RequestTable
+from auto_research.evaluate.serving import candidates_of, median_seconds, serving_studies
+from auto_research.experiment.context import Budget, Context
+from auto_research.experiment.contract import Experiment, Measurement
+from auto_research.experiment.studies import Study, study
+from auto_research.metrics.cost import flops_of
+from auto_research.runtime.devices import device_for
+from auto_research.train.ctr import load_requests, train_ctr
+
+experiment = Experiment("mixformer")
+
+CANDIDATES = (1, 32, 1682)
+ALL_HEADS = "all heads per candidate"
+SPLIT_NOTE = "Split per user by time: item parameters may have seen later ratings of other users."
+
+
+def config_of(ctx: Context) -> MixFormerConfig:
+    """Sizes from the budget, switches from the arm."""
+    names = {f.name for f in fields(MixFormerConfig)}
+    values = {name: ctx.budget[name] for name in ctx.budget if name in names}
+    return MixFormerConfig(**(values | (ctx.switch or {})))
+
+
+def matched_stacked(config: MixFormerConfig, vocab: dict[str, int], item_genres: Any) -> Stacked:
+    """The stacked model with MixFormer's dense parameter count, met by the hidden width of its RankMixer blocks."""
+    target = MixFormer(config, vocab, item_genres).dense_params()
+    hidden = matched_width(target, lambda hidden: Stacked(config, vocab, item_genres, hidden))
+    return Stacked(config, vocab, item_genres, hidden)
+
+
+def train(ctx: Context, device: torch.device, model_of: Any = MixFormer, studies: bool = False) -> Measurement:
+    """model_of: (config, vocab, item_genres) -> model.  studies: measure what serving one request costs."""
+    table, config = load_requests(ctx), config_of(ctx)
+
+    def build(hyperparameters: dict[str, Any]) -> nn.Module:
+        return model_of(config, table.vocab, table.item_genres)
+
+    timed = ctx.budget.get("timed", 20) if studies else None
+    look = partial(inspect, device=device, history=config.history, timed=timed)
+    measured = train_ctr(ctx, build, device=device, table=table, inspect=look)
+    measured.cost["dense_params"] = measured.extra.pop("dense_params")
+    measured.notes.append(SPLIT_NOTE)
+    return measured
+
+
+def inspect(
+    model: nn.Module, table: RequestTable, *, device: torch.device, history: int, timed: int | None
+) -> dict[str, Any]:
+    """Sizes; for a served arm the cost of a request, for the decoupled one also without the cached user heads."""
+    extra: dict[str, Any] = {"dense_params": model.dense_params()}
+    if timed is None:
+        return extra
+    clock = {"warm_up": min(5, timed), "timed": timed}
+    extra["studies"] = serving_studies(model, table, device=device, history=history, candidates=CANDIDATES, **clock)
+    if isinstance(model, MixFormer) and model.config.decoupled:
+        extra |= plain_path(model, table, extra["studies"], device, history, clock)
+    return extra
+
+
+@torch.no_grad()
+def plain_path(
+    model: MixFormer,
+    table: RequestTable,
+    studies: dict[str, Study],
+    device: torch.device,
+    history: int,
+    clock: dict[str, int],
+) -> dict[str, float]:
+    """Adds the line of the plain path, all heads computed per candidate, and returns how far its logits are off."""
+    for name in studies:
+        studies[name]["lines"][ALL_HEADS] = []
+    for count in CANDIDATES:
+        batch = candidates_of(table, count, history=history, device=device)
+        work = partial(model.recompute, batch)
+        studies["flops_per_request"]["lines"][ALL_HEADS].append([float(count), float(flops_of(work))])
+        milliseconds = 1e3 * median_seconds(work, device, **clock)
+        studies["request_ms"]["lines"][ALL_HEADS].append([float(count), milliseconds])
+    return {"serving_difference": float((model.recompute(batch) - model(batch)).abs().max())}
+
+
+def scaling(ctx: Context, device: torch.device, model_of: Any = MixFormer) -> Measurement:
+    """One model per cell (width D, history L) of the budget; the measurement is that of the last cell."""
+    cells, lines = [], {}
+    for width, history in ctx.budget["cells"]:
+        budget = Budget({**ctx.budget, "width": width, "history": history})
+        cell = replace(ctx, budget=budget, state=ctx.state.child(f"cell-{width}-{history}"))
+        measured = train(cell, device, model_of)
+        flops = measured.cost["flops"]
+        lines.setdefault(f"L {history}", []).append((flops / 1e6, measured.metrics["auc"]))
+        values = {"auc": measured.metrics["auc"], "validation_auc": measured.validation["auc"], "flops": flops}
+        cells.append({"width": width, "history": history, "dense_params": measured.cost["dense_params"]} | values)
+    lines = {label: sorted(points) for label, points in lines.items()}
+    front = study("million FLOPs per pair", "test AUC", lines, log=False)
+    measured.extra |= {"cells": cells, "studies": {"auc_by_flops": front}}
+    return measured
+
+
+@experiment.arm
+def bias(ctx: Context) -> Measurement:
+    return bias_baseline.run(ctx, device=device_for(ctx.device))
+
+
+@experiment.arm
+def popularity(ctx: Context) -> Measurement:
+    return popularity_baseline.run_requests(ctx, device=device_for(ctx.device))
+
+
+@experiment.arm
+def gbdt(ctx: Context) -> Measurement:
+    return gbdt_baseline.run(ctx, device=device_for(ctx.device))
+
+
+@experiment.arm
+def din_dcnv2(ctx: Context) -> Measurement:
+    return dcnv2_baseline.run(ctx, device=device_for(ctx.device))
+
+
+@experiment.arm
+def stacked(ctx: Context) -> Measurement:
+    return train(ctx, device_for(ctx.device), matched_stacked, studies=True)
+
+
+@experiment.arm
+def mixformer(ctx: Context) -> Measurement:
+    return train(ctx, device_for(ctx.device), studies=True)
+
+
+@experiment.arm
+def ui_mixformer(ctx: Context) -> Measurement:
+    return train(ctx, device_for(ctx.device), studies=True)
+
+
+@experiment.arm
+def static_sequence(ctx: Context) -> Measurement:
+    return train(ctx, device_for(ctx.device))
+
+
+@experiment.arm
+def no_head_mixing(ctx: Context) -> Measurement:
+    return train(ctx, device_for(ctx.device))
+
+
+@experiment.arm
+def scaling_stacked(ctx: Context) -> Measurement:
+    return scaling(ctx, device_for(ctx.device), matched_stacked)
+
+
+@experiment.arm
+def scaling_mixformer(ctx: Context) -> Measurement:
+    return scaling(ctx, device_for(ctx.device))
