@@ -25,7 +25,7 @@ from auto_research.blocks.request_attention import OwnKeys, request_attention
 
 @dataclass(frozen=True)
 class BiasedConfig:
-    """Sizes and choices. bias: none | alibi | relative | rotary; norm: layer | rms; ffn: gelu | swiglu (hidden given).
+    """Sizes and choices. bias: none | alibi | relative | rotary; norm: layer | rms; ffn: gelu | relu | swiglu (hidden given).
 
     positions, times: rows of the relative tables (times 0: no time table).
     """
@@ -44,7 +44,7 @@ class BiasedConfig:
     def __post_init__(self) -> None:
         if self.width % self.heads:
             raise ValueError(f"width {self.width} is not divisible by {self.heads} heads")
-        if self.norm not in ("layer", "rms") or self.ffn not in ("gelu", "swiglu"):
+        if self.norm not in ("layer", "rms") or self.ffn not in ("gelu", "relu", "swiglu"):
             raise ValueError(f"unknown norm {self.norm!r} or ffn {self.ffn!r}")
 
 
@@ -75,7 +75,8 @@ class BiasedBlock(nn.Module):
         if config.ffn == "swiglu":
             self.ffn = SwiGLU(width, hidden)
         else:
-            self.ffn = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
+            activation = nn.ReLU() if config.ffn == "relu" else nn.GELU()
+            self.ffn = nn.Sequential(nn.Linear(width, hidden), activation, nn.Linear(hidden, width))
         self.bias = attention_bias(config.bias, config.heads, positions=config.positions, times=config.times)
         self.rotary = Rotary(width // config.heads) if config.bias == "rotary" else None
         self.dropout = Dropout(config.dropout)

@@ -139,14 +139,14 @@ class PrefixTrie:
     def children(self, node: Tensor, level: int) -> tuple[Tensor, Tensor]:
         """Children of nodes [..] of a level (0 = root): node ids [.., C] and bool [.., C] which of them exist.
 
-        C is the largest number of children at the level, in order of the codes. Node -1 has none. Ids that do not exist
-        are some valid node, so that they may be used as an index.
+        C is the largest number of children at the level, in order of the codes. Node -1 has none. An entry that does not
+        exist holds another node of the same level of children, so that it may be used as an index.
         """
         inside = node.clamp(min=0)
         begin, end = self.first[inside], self.first[inside + 1]
         child = begin.unsqueeze(-1) + torch.arange(self.widest[level], device=self.device)
         exists = (child < end.unsqueeze(-1)) & (node >= 0).unsqueeze(-1)
-        return child.clamp(max=self.n_nodes - 1), exists
+        return child.clamp(max=self.starts[level + 2] - 1), exists
 
     def step(self, node: Tensor, code: Tensor, level: int) -> Tensor:
         """Child of nodes [..] of a level for codes [..], -1 where there is none (or the node is -1)."""
@@ -187,7 +187,7 @@ class PrefixTrie:
         gone = distinct
         if self.group.shape[1] > 1:  # a leaf is gone when all its items are seen; counted at one of them only
             taken = alive.new_zeros(batch, self.n_leaves).scatter_add_(1, leaf, distinct.int())
-            leaf, order = torch.where(distinct, leaf, self.n_leaves).sort(1)
+            leaf = torch.where(distinct, leaf, self.n_leaves).sort(1).values
             gone = leaf < self.n_leaves
             gone[:, 1:] &= leaf[:, 1:] != leaf[:, :-1]
             leaf = leaf.clamp(max=self.n_leaves - 1)
@@ -205,7 +205,7 @@ class PrefixTrie:
         if alive is not None:
             exists = exists & (alive.gather(1, child.flatten(1)).view_as(child) > 0)
         count = torch.zeros(*node.shape, self.sizes[level], dtype=torch.int32, device=self.device)
-        return count.scatter_add_(-1, self.code[child].clamp(min=0), exists.int()) > 0
+        return count.scatter_add_(-1, self.code[child], exists.int()) > 0
 
     def path_masks(self, codes: Tensor, alive: Tensor | None = None) -> list[Tensor]:
         """Masks [B, w, K_l] of every level along given paths [B, w, L]: what a constrained policy could choose from."""

@@ -22,7 +22,7 @@ def shared():
     return PrefixTrie.of(resolve_collisions(CODES, (3, 3), "group", popularity=POPULARITY))
 
 
-def catalogue(seed: int, mode: str, items: int = 40, sizes=(4, 3, 3)):
+def catalogue(seed: int, mode: str, items: int = 40, sizes=(3, 4, 6)):
     """Table of skewed random codes."""
     rng = np.random.default_rng(seed)
     codes = np.stack([np.minimum(rng.geometric(0.4, items) - 1, size - 1) for size in sizes], axis=1)
@@ -92,7 +92,8 @@ def test_alive_equals_brute_force(seed, mode, length):
     for n in range(1, table.levels + 1):
         for leaf in range(trie.n_leaves):
             node_of[tuple(table.leaves[leaf, :n])] = int(trie.path[leaf, n - 1])
-    assert sorted(node_of.values()) == list(range(trie.n_nodes)) and set(map(tuple, prefixes)) == set(node_of)
+    assert sorted(node_of.values()) == list(range(trie.n_nodes))
+    assert set(map(tuple, prefixes)) == set(node_of)
     for row in range(3):
         left = np.setdiff1d(np.arange(1, table.n_items + 1), seen[row])
         for items, counts in ((left, alive[row]), (left[inventory[row, left]], within[row])):
@@ -135,7 +136,9 @@ def test_a_hundred_thousand_items_fit_in_a_few_megabytes():
     table = resolve_collisions(random_codes(100_000, (256, 256, 256), seed=0), (256, 256, 256), "suffix")
     trie = PrefixTrie.of(table)
     dense = trie.starts[-2] * 256 * 4
-    assert trie.n_leaves == 100_000 and trie.bytes() < 16e6 < 150e6 < dense
+    assert trie.n_leaves == 100_000
+    assert trie.bytes() < 16e6 < 150e6 < dense
     alive = trie.alive(torch.randint(0, 100_001, (2, 700)))
-    assert alive.dtype == torch.int32 and alive.shape == (2, trie.n_nodes)
+    assert alive.dtype == torch.int32
+    assert alive.shape == (2, trie.n_nodes)
     assert torch.equal(alive[:, 0], alive[:, trie.starts[-2] :].sum(1, dtype=torch.int32))
