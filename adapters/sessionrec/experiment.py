@@ -4,8 +4,6 @@ What makes an arm differ is its `switch` in card.yaml; sizes are in the budget. 
 60 s sessions of `SessionSplit`, whatever an arm takes as a token.
 """
 
-import time
-from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import lru_cache
 from pathlib import Path
@@ -20,10 +18,8 @@ from adapters.sessionrec.batches import Draws, EpochBatches, take
 from adapters.sessionrec.evaluation import Scorer, measure, validation_metrics
 from adapters.sessionrec.model import SessionRec, SessionRecConfig
 from adapters.sessionrec.sessions import SessionSplit, TokenRule, TokenSequences, token_sequences
-from auto_research.baselines.ease import ease_weights
-from auto_research.baselines.itemknn import cosine_neighbours
+from auto_research.baselines.linear_floor import choose, known_items
 from auto_research.data.interactions import load_interactions
-from auto_research.data.prefix import LIKE_RATING
 from auto_research.evaluate.serving import median_seconds
 from auto_research.experiment.context import Context
 from auto_research.experiment.contract import Experiment, Measurement
@@ -40,8 +36,6 @@ experiment = Experiment("sessionrec")
 SELECTION = "ndcg@10"
 STUDY_EVENTS = (50, 100, 200)
 WARM_UP, TIMED = 1, 5
-KNN_TRIALS = tuple({"neighbours": k, "inputs": inputs} for k in (50, 100, 200) for inputs in ("positive", "all"))
-EASE_TRIALS = tuple({"lambda": value, "inputs": i} for value in (200.0, 400.0, 800.0) for i in ("positive", "all"))
 
 
 @lru_cache(maxsize=2)
@@ -193,38 +187,21 @@ def studies(model: SessionRec, data: SessionSplit, rule: TokenRule, device: torc
     )
 
 
-def linear_floor(ctx: Context, trials, weights: Callable[[sparse.csr_matrix, dict], np.ndarray]) -> Measurement:
-    """A floor whose scores are the row of known items times [V, V] weights; positives alone or all items, by validation."""
+def linear_floor(ctx: Context, kind: str) -> Measurement:
+    """EASE or item neighbours over the items of the sessions before the target session."""
     data = load_split(ctx)
 
-    def fit(hyperparameters: dict[str, Any], _: StateFolder) -> Trained:
-        began = time.perf_counter()
-        everything = hyperparameters["inputs"] == "all"
-        made = weights(known_items(data, "valid", np.arange(len(data)), everything), hyperparameters)
+    def history(split: str, positions: np.ndarray, everything: bool) -> sparse.csr_matrix:
+        return known_items(data.interactions, data.first[positions], data.target(split)[positions, 0], everything)
 
-        def score(split: str, positions: np.ndarray) -> np.ndarray:
-            return known_items(data, split, positions, everything) @ made
-
-        seconds = time.perf_counter() - began
-        return Trained(score, validation_metrics(score, data), cost={"seconds": seconds})
-
-    best, records = best_of_trials(ctx, fit, SELECTION, trials=trials)
-    measured = measure(best.model, data)
-    measured.validation, measured.hyperparameters, measured.trials = best.validation, best.hyperparameters, records
-    measured.cost |= best.cost
-    return measured
-
-
-def known_items(data: SessionSplit, split: str, positions: np.ndarray, everything: bool) -> sparse.csr_matrix:
-    """Binary float64[B, n_items + 1] of the items before the target session, or the positive ones among them."""
-    table = data.interactions
-    rows = [np.arange(data.first[i], data.target(split)[i, 0]) for i in positions]
-    if not everything:
-        rows = [r[table.rating[r] >= LIKE_RATING] for r in rows]
-    owner = np.repeat(np.arange(len(rows)), [len(r) for r in rows])
-    column = table.item[np.concatenate(rows)]
-    shape = (len(rows), table.n_items + 1)
-    return sparse.csr_matrix((np.ones(len(column)), (owner, column)), shape=shape)
+    return choose(
+        ctx,
+        kind,
+        train=lambda everything: history("valid", np.arange(len(data)), everything),
+        history=history,
+        validate=lambda score: validation_metrics(score, data),
+        measure=lambda score: measure(score, data),
+    )
 
 
 @experiment.arm
@@ -238,13 +215,13 @@ def popularity(ctx: Context) -> Measurement:
 @experiment.arm
 def itemknn(ctx: Context) -> Measurement:
     device_for(ctx.device)
-    return linear_floor(ctx, KNN_TRIALS, lambda matrix, h: cosine_neighbours(matrix, h["neighbours"], 20.0))
+    return linear_floor(ctx, "itemknn")
 
 
 @experiment.arm
 def ease(ctx: Context) -> Measurement:
     device_for(ctx.device)
-    return linear_floor(ctx, EASE_TRIALS, lambda matrix, h: ease_weights(matrix, h["lambda"]))
+    return linear_floor(ctx, "ease")
 
 
 @experiment.arm

@@ -52,12 +52,19 @@ def fit_model(
     key: str,
     higher_is_better: bool = True,
     optimizer: torch.optim.Optimizer | None = None,
+    observed: bool = True,
 ) -> Trained:
     """Train `model`, already on its device and seeded for, to its best epoch by validation `key`.
 
     batches, loss, validate: as `train.loop.fit`.  optimizer: default AdamW with the trial's learning_rate and
-    weight_decay; the rate is warmed up and falls along a half cosine over the planned steps.
+    weight_decay; the rate is warmed up and falls along a half cosine over the planned steps.  observed: False for models
+    beside the arm's own.
     """
+
+    def seen(model: nn.Module, step: int, total: int) -> None:
+        if observed:
+            ctx.observe("step", model=model, step=step)
+
     optimizer = optimizer or adamw(model, hyperparameters["learning_rate"], hyperparameters.get("weight_decay", 0.0))
     plan = Plan(
         budget.epochs,
@@ -77,7 +84,7 @@ def fit_model(
         validate=validate,
         state=state,
         schedule=warmup_cosine(budget.warmup),
-        on_step=lambda model, step, total: ctx.observe("step", model=model, step=step),
+        on_step=seen,
         progress=ctx.progress,
     )
     cost = {"seconds": fitted.seconds, "train_seconds": fitted.train_seconds, "steps": fitted.steps}
