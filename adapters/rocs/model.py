@@ -158,4 +158,5 @@ class ROCS(nn.Module):
     def flops(self, pairs: int, length: int, requests: int = 1) -> int:
         """cost(J) = a + b J of layers and head for a history of `length`: the request part is paid once per request."""
         parts = [layer.flops(length + 1) for layer in self.layers] + [self.head.flops()]
-        return requests * sum(a for a, _ in parts) + pairs * sum(b for _, b in parts)
+        mean = 2 * (length + 1) * self.config.width if self.config.attention == "mean" else 0
+        return requests * (mean + sum(a for a, _ in parts)) + pairs * sum(b for _, b in parts)
