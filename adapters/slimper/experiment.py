@@ -7,7 +7,7 @@ width is solved so that its dense parameters equal SlimPer's.
 import copy
 import math
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,24 +17,19 @@ from torch import nn
 
 from adapters.slimper.model import FIELD_TOKENS, SlimPer, SlimPerConfig, dense_params
 from adapters.slimper.transformer import FullTransformer, TransformerConfig, matched_hidden
-from auto_research.baselines import bias as bias_baseline
 from auto_research.baselines import din as din_baseline
-from auto_research.baselines import gbdt as gbdt_baseline
-from auto_research.baselines import popularity as popularity_baseline
+from auto_research.baselines.floors import request_floors
 from auto_research.data.requests import RequestTable
-from auto_research.evaluate.serving import candidates_of, median_seconds, serving_studies
+from auto_research.evaluate.history import CANDIDATES, STEP_REQUESTS, candidate_cost, step_milliseconds
+from auto_research.evaluate.serving import serving_studies
 from auto_research.experiment.context import Context
 from auto_research.experiment.contract import Experiment, Measurement
 from auto_research.experiment.studies import ONLY, Study, study
-from auto_research.metrics.cost import flops_of, saved_bytes
 from auto_research.runtime.devices import device_for
-from auto_research.runtime.seeds import stable_rng
-from auto_research.train.ctr import load_requests, request_loss, train_ctr
+from auto_research.train.ctr import load_requests, train_ctr
 
 experiment = Experiment("slimper")
 
-CANDIDATES = 32  # of the length study
-STEP_REQUESTS, WARM_UP, TIMED = 64, 1, 3
 COPIED = "user tokens copied per candidate"
 SPLIT_NOTE = (
     "Split per user by time: item parameters may have seen later ratings of other users; requests with fewer than five "
@@ -42,16 +37,9 @@ SPLIT_NOTE = (
 )
 
 
-def slimper_config(ctx: Context) -> SlimPerConfig:
-    """Sizes from the budget, switches from the arm."""
-    names = {f.name for f in fields(SlimPerConfig)}
-    values = {name: ctx.budget[name] for name in ctx.budget if name in names}
-    return SlimPerConfig(**(values | (ctx.switch or {})))
-
-
 def transformer_config(ctx: Context, layers: int | None = None) -> TransformerConfig:
     """The matched 6-layer Transformer; `layers` shortens it without widening it."""
-    c = slimper_config(ctx)
+    c = ctx.configured(SlimPerConfig)
     config = TransformerConfig(
         width=ctx.budget.transformer_width,
         layers=ctx.budget.transformer_layers,
@@ -105,7 +93,6 @@ def costs(model: nn.Module, table: RequestTable, *, device: torch.device, budget
             model, table, device=device, history=budget.history, candidates=budget.serving, timed=budget.timed
         )
         extra["studies"] = found | length_studies(model, table, device=device, lengths=budget.lengths)
-    model.eval()
     return extra
 
 
@@ -122,13 +109,11 @@ def length_studies(model: nn.Module, table: RequestTable, *, device: torch.devic
     kept: dict[str, list] = {}
     step: list[tuple[int, float]] = []
     for length in lengths:
-        batch = candidates_of(table, CANDIDATES, history=length, device=device)
         for label, variant in variants(model):
-            with torch.no_grad():
-                counted = flops_of(partial(variant.eval(), batch))
-            flops.setdefault(label, []).append((length, counted / CANDIDATES))
-            kept.setdefault(label, []).append((length, saved_bytes(partial(variant.train(), batch)) / CANDIDATES))
-        step.append((length, 1e3 * step_seconds(model.train(), table, length, device)))
+            cost = candidate_cost(variant, table, device=device, history=length, candidates=CANDIDATES)
+            flops.setdefault(label, []).append((length, cost.flops))
+            kept.setdefault(label, []).append((length, cost.saved_bytes))
+        step.append((length, step_milliseconds(model, table, device=device, history=length, requests=STEP_REQUESTS)))
     x = "history events"
     scores = [(length, model.score_elements(length + FIELD_TOKENS)) for length in lengths]
     return {
@@ -139,23 +124,8 @@ def length_studies(model: nn.Module, table: RequestTable, *, device: torch.devic
     }
 
 
-def step_seconds(model: nn.Module, table: RequestTable, length: int, device: torch.device) -> float:
-    """Forward and backward of one training batch."""
-    requests = table.requests("train")[:STEP_REQUESTS]
-    rng = stable_rng("slimper-length", length)
-    batch = table.batch(requests, history=length, negatives=3, rng=rng).to(device)
-
-    def work() -> None:
-        model.zero_grad(set_to_none=True)
-        request_loss(model(batch), batch).backward()
-
-    seconds = median_seconds(work, device, WARM_UP, TIMED)
-    model.zero_grad(set_to_none=True)
-    return seconds
-
-
 def train(ctx: Context, device: torch.device, studies: bool = False) -> Measurement:
-    return run(ctx, device, partial(SlimPer, slimper_config(ctx)), studies)
+    return run(ctx, device, partial(SlimPer, ctx.configured(SlimPerConfig)), studies)
 
 
 def train_transformer(
@@ -164,19 +134,7 @@ def train_transformer(
     return run(ctx, device, partial(FullTransformer, transformer_config(ctx, layers)), studies)
 
 
-@experiment.arm
-def bias(ctx: Context) -> Measurement:
-    return finish(bias_baseline.run(ctx, device=device_for(ctx.device)))
-
-
-@experiment.arm
-def popularity(ctx: Context) -> Measurement:
-    return finish(popularity_baseline.run_requests(ctx, device=device_for(ctx.device)))
-
-
-@experiment.arm
-def gbdt(ctx: Context) -> Measurement:
-    return finish(gbdt_baseline.run(ctx, device=device_for(ctx.device)))
+request_floors(experiment, finish)
 
 
 @experiment.arm
@@ -191,7 +149,7 @@ def full_sequence_transformer(ctx: Context) -> Measurement:
 
 @experiment.arm
 def transformer_3layer(ctx: Context) -> Measurement:
-    return train_transformer(ctx, device_for(ctx.device), layers=slimper_config(ctx).layers)
+    return train_transformer(ctx, device_for(ctx.device), layers=ctx.configured(SlimPerConfig).layers)
 
 
 @experiment.arm

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from auto_research.blocks.dropout import Dropout
 from auto_research.blocks.request_attention import request_attention
 from auto_research.blocks.request_encoder import USER_FIELDS, RequestEncoder
+from auto_research.blocks.request_groups import Group, request_groups
 from auto_research.blocks.sequence_summary import masked_mean
 from auto_research.data.requests import RequestBatch
 
@@ -149,10 +150,10 @@ class ChannelMap(nn.Module):
         return self.project(x[:, : self.rows])
 
 
-def select(q: Tensor, tokens: Tensor, mask: Tensor, request_of: Tensor) -> Tensor:
+def select(q: Tensor, tokens: Tensor, mask: Tensor, request_of: Tensor, groups: list[Group] | None = None) -> Tensor:
     """R_c = softmax(Q_c E_{r(c)}^T / sqrt(d)) E_{r(c)}: q [P, q, d], tokens [R, N, d], mask bool[R, N] -> [P, q, d]."""
     keys = tokens.unsqueeze(1)  # (R, 1, N, d): one head, key and value alike
-    return request_attention(q.unsqueeze(1), keys, keys, request_of, mask=mask).squeeze(1)
+    return request_attention(q.unsqueeze(1), keys, keys, request_of, mask=mask, groups=groups).squeeze(1)
 
 
 def match(evidence: Tensor, templates: Tensor) -> Tensor:
@@ -192,11 +193,16 @@ class Layer(nn.Module):
         self.dropout = Dropout(config.dropout)
 
     def forward(
-        self, x: Tensor, state: UserTokens, request_of: Tensor, evidence: Tensor | None = None
+        self,
+        x: Tensor,
+        state: UserTokens,
+        request_of: Tensor,
+        groups: list[Group] | None = None,
+        evidence: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """-> X^{k+1} and the evidence R that was used (`evidence` when it is given)."""
         if evidence is None:
-            evidence = select(self.query_map(x), state.tokens, state.mask, request_of)  # (P, q, d)
+            evidence = select(self.query_map(x), state.tokens, state.mask, request_of, groups)  # (P, q, d)
         facts = evidence if self.template_map is None else match(evidence, self.template_map(x))
         pair = torch.cat([self.fact_norm(facts.flatten(1)), self.refine_map(x).flatten(1)], dim=1)
         h = F.silu(self.pair_in(pair) + self.user_in(state.user)[request_of])  # (P, hidden)
@@ -243,11 +249,12 @@ class SlimPer(nn.Module):
         x = self.start(item).unflatten(1, (self.config.slots, self.config.width)) + self.slot
         if self.config.storage == "candidate":
             state, request_of = copied(state, request_of)
+        groups = request_groups(request_of, len(state.tokens))
         states, evidence = [x], None
         for level, layer in enumerate(self.layers):
             if self.refiners:
                 state = state._replace(tokens=self.refiners[level](state.tokens, state.mask))
-            x, found = layer(x, state, request_of, evidence)
+            x, found = layer(x, state, request_of, groups, evidence)
             evidence = found if self.config.evidence == "once" else None
             states.append(x)
         return states

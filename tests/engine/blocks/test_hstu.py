@@ -72,3 +72,25 @@ def test_declared_flops_are_counted_flops_and_rotary_is_refused():
     assert flops_of(lambda: trunk(x, mask, time=time)) == trunk.flops(2, 5)
     with pytest.raises(ValueError, match="rotary"):
         HstuConfig(bias="rotary")
+
+
+@pytest.mark.parametrize("longest", [None, 40])
+def test_candidates_behind_a_cache_equal_whole_sequences(longest):
+    torch.manual_seed(0)
+    trunk = Hstu(HstuConfig(width=8, heads=2, layers=3, longest=longest, positions=9, times=12)).eval()
+    with torch.no_grad():
+        for block in trunk.blocks:
+            for table in block.bias.parameters():
+                table.normal_()
+    x, mask = torch.randn(3, 5, 8), torch.ones(3, 5, dtype=torch.bool)
+    mask[1, :3], mask[2] = False, False
+    time, now = torch.randint(0, 500, (3, 5)).cumsum(1), torch.tensor([9_000, 3_000, 5_000])
+    request_of = torch.tensor([0, 0, 0, 1, 2, 2])
+    rows = torch.randn(6, 8)
+    own = torch.cat([x[request_of], rows.unsqueeze(1)], dim=1)
+    own_mask = torch.nn.functional.pad(mask[request_of], (0, 1), value=True)
+    own_time = torch.cat([time[request_of], now[request_of].unsqueeze(1)], dim=1)
+    expected = trunk(own, own_mask, time=own_time)[:, -1]
+    cache = trunk.cache(x, mask, time=time)
+    found = trunk.candidates(rows, cache, mask, request_of, time=time, now=now)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
