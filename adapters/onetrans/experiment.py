@@ -7,7 +7,6 @@ cached model reports what caching and the pyramid save: across candidates, and f
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -19,10 +18,8 @@ from adapters.onetrans.late_fusion import matched
 from adapters.onetrans.model import OneTrans, OneTransConfig, score_elements
 from adapters.onetrans.replay import growth_studies, replay
 from adapters.onetrans.tokens import SEQUENCES
-from auto_research.baselines import bias as bias_baseline
-from auto_research.baselines import gbdt as gbdt_baseline
-from auto_research.baselines import popularity as popularity_baseline
 from auto_research.baselines.dcnv2 import HIDDEN, DCNv2
+from auto_research.baselines.floors import request_floors
 from auto_research.data.behaviours import BehaviourTable
 from auto_research.evaluate.ctr import model_scorer, rated_batches
 from auto_research.evaluate.serving import CANDIDATES, TIMED, serving_studies
@@ -32,16 +29,10 @@ from auto_research.runtime.devices import device_for
 from auto_research.train.ctr import load_requests, train_ctr
 
 experiment = Experiment("onetrans")
+request_floors(experiment)
 
 LOVE = 2
 SPLIT_NOTE = "Split per user by time: item parameters may have seen later ratings of other users."
-
-
-def config_of(ctx: Context) -> OneTransConfig:
-    """Sizes from the budget, switches from the arm."""
-    names = {f.name for f in fields(OneTransConfig)}
-    values = {name: ctx.budget[name] for name in ctx.budget if name in names}
-    return OneTransConfig(**(values | (ctx.switch or {})))
 
 
 def love_auc(model: nn.Module, table: BehaviourTable, device: torch.device, history: int) -> float:
@@ -84,7 +75,7 @@ def inspect(model: nn.Module, table: BehaviourTable, *, ctx: Context, device: to
 
 def run(ctx: Context, build) -> Measurement:
     """Train, measure and inspect. build: (config, table) -> model."""
-    device, table, config = device_for(ctx.device), BehaviourTable.of(load_requests(ctx)), config_of(ctx)
+    device, table, config = device_for(ctx.device), BehaviourTable.of(load_requests(ctx)), ctx.configured(OneTransConfig)
     measured = train_ctr(
         ctx,
         lambda hyperparameters: build(config, table),
@@ -105,21 +96,6 @@ def finish(measured: Measurement) -> Measurement:
 
 def train(ctx: Context) -> Measurement:
     return run(ctx, lambda config, table: OneTrans(config, table.vocab, torch.as_tensor(table.item_genres)))
-
-
-@experiment.arm
-def bias(ctx: Context) -> Measurement:
-    return bias_baseline.run(ctx, device=device_for(ctx.device))
-
-
-@experiment.arm
-def popularity(ctx: Context) -> Measurement:
-    return popularity_baseline.run_requests(ctx, device=device_for(ctx.device))
-
-
-@experiment.arm
-def gbdt(ctx: Context) -> Measurement:
-    return gbdt_baseline.run(ctx, device=device_for(ctx.device))
 
 
 @experiment.arm

@@ -13,6 +13,7 @@ Shapes: R requests, P pairs, T = L_NS, K_0 = L_S.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -76,7 +77,7 @@ class OneTransConfig:
         if self.width % self.heads:
             raise ValueError(f"width {self.width} is not divisible by {self.heads} heads")
         lengths = (self.length, *self.schedule)
-        if not self.schedule or any(a < b for a, b in zip(lengths, lengths[1:], strict=False)) or lengths[-1] < 0:
+        if not self.schedule or any(a < b for a, b in pairwise(lengths)) or lengths[-1] < 0:
             raise ValueError(f"schedule {self.schedule} has to fall from at most {self.length} to at least 0")
 
     @property
@@ -133,8 +134,9 @@ class Layer(nn.Module):
         return self._split(F.linear(x, linear.weight[:width], linear.bias[:width]), 1)[0]
 
     def _split(self, y: Tensor, parts: int) -> tuple[Tensor, ...]:
-        rows, length, _ = y.shape
-        return y.reshape(rows, length, parts, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)  # (R, H, L, dh) each
+        rows, length, width = y.shape
+        y = y.reshape(rows, length, parts, self.heads, width // (parts * self.heads))
+        return y.permute(2, 0, 3, 1, 4).unbind(0)  # (R, H, L, dh) each
 
     def emit(self, x: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         """The last rows of a list, x [R, q, D], after reading keys k, v [R, H, K, dh] of the whole list causally."""

@@ -2,6 +2,7 @@
 
 A bias is a module called with positions and times of queries and keys, integers of shapes [..., Q] and [..., K]; it
 returns a float bias [..., H, Q, K] (or None), added to the scores before the softmax. Rotary instead turns q and k.
+A negative position is a prefix token (a user profile): it is at distance 0 from everything.
 """
 
 from __future__ import annotations
@@ -27,6 +28,13 @@ def log2_distance(one: Tensor, other: Tensor, buckets: int) -> Tensor:
     return torch.bucketize(distance, edges, right=True)
 
 
+def position_distance(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """|q - k| of positions [..., Q] and [..., K], 0 where either is a prefix token; and where that is: [..., Q, K]."""
+    query, key = query.unsqueeze(-1), key.unsqueeze(-2)
+    prefix = (query < 0) | (key < 0)
+    return (query - key).abs().masked_fill(prefix, 0), prefix
+
+
 class NoBias(nn.Module):
     """No bias: the order is known only through the mask or through added embeddings."""
 
@@ -42,7 +50,7 @@ class Alibi(nn.Module):
         self.register_buffer("slopes", alibi_slopes(heads), persistent=False)
 
     def forward(self, query_position: Tensor, key_position: Tensor, query_time=None, key_time=None) -> Tensor:
-        distance = (query_position.unsqueeze(-1) - key_position.unsqueeze(-2)).abs()  # (..., Q, K)
+        distance, _ = position_distance(query_position, key_position)
         return -self.slopes[:, None, None] * distance.unsqueeze(-3).to(self.slopes.dtype)
 
 
@@ -61,13 +69,13 @@ class RelativeBias(nn.Module):
     def forward(
         self, query_position: Tensor, key_position: Tensor, query_time: Tensor | None = None, key_time=None
     ) -> Tensor:
-        distance = (query_position.unsqueeze(-1) - key_position.unsqueeze(-2)).abs()
+        distance, prefix = position_distance(query_position, key_position)
         bias = self.position[distance.clamp(max=len(self.position) - 1)]  # (..., Q, K, H)
         if self.time is not None:
             if query_time is None or key_time is None:
                 raise ValueError("a relative bias with a time table needs the times of queries and keys")
             gap = log2_distance(query_time.unsqueeze(-1), key_time.unsqueeze(-2), len(self.time))
-            bias = bias + self.time[gap]
+            bias = bias + self.time[gap.masked_fill(prefix, 0)]
         return bias.movedim(-1, -3)
 
 
