@@ -104,7 +104,7 @@ class LongerReducer(Operator):
         events, valid = h[:, 1:], mask[:, 1:]
         mean = masked_mean(events, valid).unsqueeze(1)
         cut = max(0, events.shape[1] - RECENT)
-        groups, open_ = self._merged(events[:, :cut], valid[:, :cut])
+        groups, open_ = self._merged(events[:, :cut], valid[:, :cut]) if cut else (events[:, :0], valid[:, :0])
         h = torch.cat([h[:, :1], mean, groups, events[:, cut:]], dim=1)
         return h, torch.cat([mask[:, :1], valid.any(1, keepdim=True), open_, valid[:, cut:]], dim=1)
 

@@ -132,7 +132,7 @@ class Block(nn.Module):
         }
         mixes = c.mixing != "identity"
         self.mixer, self.mix_norm = (mixers[c.mixing](), nn.RMSNorm(d)) if mixes else (None, None)
-        self.query_norm, self.read_norm = nn.RMSNorm(d), nn.RMSNorm(d)
+        self.query_norm, self.read_norm = nn.RMSNorm(d), nn.RMSNorm(d) if c.sequence == "attention" else nn.Identity()
         self.event_norm, self.event_ffn = nn.RMSNorm(n * d), SwiGLU(n * d, n * d // 2, c.dropout)
         self.source_norm = nn.RMSNorm(n * d)
         self.query_ffn = HeadFFN(c)

@@ -47,8 +47,8 @@ def table():
 
 @pytest.fixture(scope="module")
 def full(table):
-    """Seven candidates of one request, both of whose sequences are full at LENGTH 5."""
-    return table.score_batch(int(table.requests("test")[-1]), np.arange(1, 8), history=5)
+    """Seven candidates of one request, both of whose sequences are full."""
+    return table.score_batch(int(table.requests("test")[-1]), np.arange(1, 8), history=10)
 
 
 def build(table, config=SMALL, seed=0, **switches) -> HyFormer:
@@ -381,6 +381,7 @@ def test_reducer_merges_groups_of_four_aligned_to_the_newest():
     changed[:, 2] += 1  # the second oldest event: groups are {1, 2}, {3..6}, {7..10}
     moved = (reducer(changed, mask)[0] != out).any(dim=2)[0]
     assert moved.nonzero().flatten().tolist() == [1, 2]
+    assert reducer(h[:, :6], mask[:, :6])[0].shape[1] == 1 + reducer.length(5) == 7  # nothing to merge
     mask[:, 1:11] = False
     assert reducer(h, mask)[1][0].tolist() == [True, True, False, False, False, *[True] * 8]
 
@@ -469,7 +470,7 @@ def test_the_dot_shortcut_ranks_by_a_product_of_request_and_candidate(table):
 
 @pytest.mark.parametrize("switches", [{}, *(s for s in LISTED if s != {"candidate": "dot"})], ids=named)
 def test_declared_cost_is_the_counted_one(table, full, switches):
-    model = build(table, history=5, **switches)
+    model = build(table, history=10, **switches)
     assert full.liked_mask.all()
     assert full.other_mask.all()
     encoder = model.inputs.encoder
