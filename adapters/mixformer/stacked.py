@@ -21,7 +21,6 @@ from auto_research.blocks.request_attention import NullEvent
 from auto_research.blocks.request_encoder import RequestEncoder
 from auto_research.data.requests import RequestBatch
 
-SEQUENCE_WIDTH = 4  # times the width of a token: the share of parameters that MixFormer's sequence side has
 HEADS = 4
 
 
@@ -41,7 +40,7 @@ class Stacked(nn.Module):
     def __init__(self, config: MixFormerConfig, vocab: dict[str, int], item_genres: Tensor, hidden: int):
         super().__init__()
         self.encoder = RequestEncoder(vocab, torch.as_tensor(item_genres))
-        e, width = self.encoder, SEQUENCE_WIDTH * config.width
+        e, width = self.encoder, config.count * config.width // 2  # gives it MixFormer's share of sequence parameters
         self.dropout = Dropout(config.dropout)
         self.events, self.target, self.null = (
             nn.Linear(e.event_width, width),
