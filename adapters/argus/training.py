@@ -32,7 +32,8 @@ class BatchRule:
 class EpochWindows:
     """Batches of one epoch: every user once, with a window of the train events that is drawn anew for longer histories.
 
-    Windows of like length share a batch, within a spread.
+    The window is slid over both ends by half a window and clipped, so that the oldest and the newest events are no rarer
+    than the others. Windows of like length share a batch, within a spread.
     """
 
     def __init__(self, data: EventSplit, rule: BatchRule, seed: int, epoch: int, device: torch.device):
@@ -43,7 +44,8 @@ class EpochWindows:
         size = train[data.starts[data.everyone + 1]] - train[first]
         rng = stable_rng("argus-windows", seed, epoch)
         spare = np.maximum(size - rule.context, 0)
-        shift = rng.integers(0, spare + 1)
+        over = rule.context // 2
+        shift = np.clip(rng.integers(-over, spare + over + 1), 0, spare)
         self.start, self.stop = first + shift, first + shift + np.minimum(size, rule.context)
         length = self.stop - self.start
         order = np.argsort(length * rng.uniform(0.7, 1.3, len(length)), kind="stable")
@@ -98,7 +100,7 @@ def with_pairs(
     length = batch.shape[1]
     window, column = batch.at // length, batch.at % length
     row = torch.from_numpy(stop)[window] - length + column
-    time = torch.from_numpy(data.interactions.timestamp)[row]
+    time = torch.from_numpy(data.interactions.timestamp[row.numpy()])
     rating = batch.rating.flatten()[batch.at]
     second = None if only_like else rating
     better, worse = label_pairs(window, (rating >= LIKE).long(), second=second, time=time, within=DAY)
