@@ -13,12 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from adapters.rocs.layers import EventReader, ROCSConfig, close
+from adapters.rocs.layers import EventReader, ROCSConfig
 from adapters.rocs.model import PAIR_SLOTS, REQUEST_SLOTS, TASKS, RequestInputs, SlotInput
 from auto_research.blocks.dropout import Dropout
 from auto_research.blocks.request_attention import RequestKeys
 from auto_research.blocks.request_groups import Group, request_groups
 from auto_research.blocks.two_sided import SlotLinear, UpperPairs
+from auto_research.blocks.wukong import close_layer
 from auto_research.data.requests import RequestBatch
 
 
@@ -53,8 +54,8 @@ class DenseLayer(nn.Module):
         mixed_r, mixed_c = self.dropout(F.silu(hidden)).chunk(2, dim=1)
         linear = self.linear(torch.cat([x_r, x_c], dim=1))
         cut = 3 * c.request_outputs
-        y_r = close(self.request_out(mixed_r), linear[:, :cut], self.request_norm)
-        return torch.cat([y_r, close(self.pair_out(mixed_c), linear[:, cut:], self.pair_norm)], dim=1)
+        y_r = close_layer(self.request_out(mixed_r), linear[:, :cut], self.request_norm)
+        return torch.cat([y_r, close_layer(self.pair_out(mixed_c), linear[:, cut:], self.pair_norm)], dim=1)
 
 
 class DenseState(NamedTuple):

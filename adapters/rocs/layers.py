@@ -23,7 +23,8 @@ from auto_research.blocks.biased_transformer import BiasedBlock, BiasedConfig
 from auto_research.blocks.dropout import Dropout
 from auto_research.blocks.request_attention import RequestCrossAttention, RequestKeys
 from auto_research.blocks.request_groups import Group
-from auto_research.blocks.two_sided import BroadcastLinear, MaskedSlotLinear, SlotLinear, UpperPairs, cross_pairs
+from auto_research.blocks.two_sided import BroadcastLinear, MaskedSlotLinear, UpperPairs, cross_pairs
+from auto_research.blocks.wukong import close_layer
 from auto_research.runtime.precision import float32_region
 
 
@@ -120,30 +121,6 @@ class EventReader(nn.Module):
         return events + read, read
 
 
-class SideLayer(nn.Module):
-    """Wukong-like layer of one side alone: X [B, m, d] -> [B, 2 n, d], FM block and linear compression, n slots each."""
-
-    def __init__(self, config: ROCSConfig, slots: int, outputs: int):
-        super().__init__()
-        self.outputs, self.width = outputs, config.width
-        self.linear = SlotLinear(slots, 3 * outputs)  # compression and residual in one product
-        self.dots = UpperPairs(slots)
-        self.hidden = nn.Linear(self.dots.outputs, config.fm_hidden)
-        self.out = nn.Linear(config.fm_hidden, outputs * config.width)
-        self.norm, self.dropout = nn.LayerNorm(config.width), Dropout(config.dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        mixed = self.dropout(F.silu(self.hidden(self.dots(x) * self.width**-0.5)))
-        return close(self.out(mixed), self.linear(x), self.norm)
-
-
-def close(fm: Tensor, linear: Tensor, norm: nn.LayerNorm) -> Tensor:
-    """[FM output; compression] + residual, LayerNorm over d: fm [B, n d], linear [B, 3 n, d] -> [B, 2 n, d]."""
-    outputs = linear.shape[1] // 3
-    fm = fm.reshape(len(fm), outputs, -1)
-    return norm(torch.cat([fm, linear[:, :outputs]], dim=1) + linear[:, outputs:])
-
-
 class LayerState(NamedTuple):
     """What the candidates of a request need of one layer, at R rows.
 
@@ -190,7 +167,7 @@ class MaskedLayer(nn.Module):
         dots = self.request_dots(x) * self.config.width**-0.5
         mixed = self.dropout(F.silu(self.request_hidden(dots)))
         state = LayerState(x, linear_pair, self.pair_hidden.request_part(dots), shared, keys)
-        return close(self.request_out(mixed), linear, self.request_norm), events, state
+        return close_layer(self.request_out(mixed), linear, self.request_norm), events, state
 
     def pairs(self, state: LayerState, x: Tensor, request_of: Tensor, groups: list[Group] | None = None) -> Tensor:
         """X_c [P, m_c, d] -> [P, 2 n_c, d] for candidates of prepared requests."""
@@ -201,7 +178,7 @@ class MaskedLayer(nn.Module):
         dots = torch.cat([cross_pairs(state.slots, x, request_of, groups), self.pair_dots(x)], dim=1)
         hidden = self.pair_hidden.pair_part(state.fm, dots * self.config.width**-0.5, request_of)
         mixed = self.dropout(F.silu(hidden))
-        return close(self.pair_out(mixed), linear, self.pair_norm)
+        return close_layer(self.pair_out(mixed), linear, self.pair_norm)
 
     def flops(self, length: int) -> tuple[int, int]:
         """Matrix FLOPs (per request, per candidate)."""

@@ -12,13 +12,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from adapters.rocs.layers import EventReader, LayerState, MaskedLayer, ROCSConfig, SideLayer
+from adapters.rocs.layers import EventReader, LayerState, MaskedLayer, ROCSConfig
 from adapters.rocs.model import PAIR_SLOTS, REQUEST_SLOTS, TASKS, ROCSState, SlotInput, TwoPartHead
 from auto_research.blocks.request_groups import request_groups
 from auto_research.blocks.two_sided import SlotLinear
+from auto_research.blocks.wukong import WukongLayer
 from auto_research.data.requests import RequestBatch
 
 ITEM_SLOTS = 3  # item_id, genres, decade: the candidate's slots that depend on the item alone
+
+
+def side_layer(config: ROCSConfig, slots: int, outputs: int) -> WukongLayer:
+    """The masked layer of one side alone: [B, slots, d] -> [B, 2 outputs, d]."""
+    return WukongLayer(config.width, slots, outputs, config.fm_hidden, config.dropout)
 
 
 class RequestLayer(nn.Module):
@@ -29,7 +35,7 @@ class RequestLayer(nn.Module):
         self.events = EventReader(config)
         del self.events.pair_mlp
         self.queries = SlotLinear(slots, config.queries)
-        self.mix = SideLayer(config, slots + config.queries, config.request_outputs)
+        self.mix = side_layer(config, slots + config.queries, config.request_outputs)
 
     def forward(self, x: Tensor, events: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         events, keys = self.events.advance(events, mask)
@@ -43,7 +49,7 @@ def request_layers(config: ROCSConfig, count: int) -> nn.ModuleList:
 
 def item_layers(config: ROCSConfig, count: int, slots: int) -> nn.ModuleList:
     slots = [slots, *[2 * config.pair_outputs] * count]
-    return nn.ModuleList(SideLayer(config, slots[i], config.pair_outputs) for i in range(count))
+    return nn.ModuleList(side_layer(config, slots[i], config.pair_outputs) for i in range(count))
 
 
 class LateROCS(nn.Module):

@@ -115,8 +115,8 @@ def test_decomposed_forward_equals_the_dense_masked_reference(table):
         for name, p in model.input.named_parameters()
         if not name.endswith("key_constant")
     ]
-    for a, b in compared:  # attention parameters of 1e-4 and less carry float32 noise of larger terms that cancel
-        assert (a - b).abs().max() <= 1e-5 * a.abs().max() + 2e-9
+    for a, b in compared:  # below 1e-3 a gradient is a sum of larger terms that cancel, and carries their rounding
+        assert (a - b).abs().max() <= 1e-5 * max(float(a.abs().max()), 1e-3)
 
 
 def transposed_back(ours: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
