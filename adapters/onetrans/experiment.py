@@ -75,7 +75,11 @@ def inspect(model: nn.Module, table: BehaviourTable, *, ctx: Context, device: to
 
 def run(ctx: Context, build) -> Measurement:
     """Train, measure and inspect. build: (config, table) -> model."""
-    device, table, config = device_for(ctx.device), BehaviourTable.of(load_requests(ctx)), ctx.configured(OneTransConfig)
+    device, table, config = (
+        device_for(ctx.device),
+        BehaviourTable.of(load_requests(ctx)),
+        ctx.configured(OneTransConfig),
+    )
     measured = train_ctr(
         ctx,
         lambda hyperparameters: build(config, table),
