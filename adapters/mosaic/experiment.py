@@ -21,6 +21,7 @@ from adapters.mosaic.fleet import (
     save_specialist,
     tower_budget,
     tower_config,
+    train_jointly,
     train_specialist,
     widened,
 )
@@ -53,13 +54,21 @@ def specialists(ctx: Context) -> None:
     towers = widened(tower_config(ctx, **switch.get("tower", {})), switch.get("widen", 1))
     config = UpstreamConfig(switch.get("redundancy", "none"), ctx.budget.get("redundancy_weight", 0.05))
     config = replace(config, dropout=towers.dropout, hidden=tuple(ctx.budget.interaction))
+    if switch.get("joint"):
+        sizes = {"towers": towers, "config": config}
+        trained, facts = train_jointly(ctx, switch["kinds"], table, catalogue, device, **sizes)
+        for kind, tower in trained.items():
+            vectors = export_vectors(tower, table, tower_budget(ctx).history, device)
+            save_specialist(ctx.out / kind, tower, vectors, facts)
+        return
     deployed: list[Deployed] = []
     for kind in switch["kinds"]:
         if kind in switch.get("reuse", {}):
             deployed.append(load_specialist(ctx.artifact(switch["reuse"][kind]) / kind, kind, towers, catalogue))
             continue
+        options = {"mrm": switch.get("mrm", "none"), "cotrain_rows": not switch.get("cotrain_upstream", False)}
         tower, facts = train_specialist(
-            ctx, kind, table, catalogue, deployed, device, towers=towers, config=config, mrm=switch.get("mrm", "none")
+            ctx, kind, table, catalogue, deployed, device, towers=towers, config=config, **options
         )
         vectors = export_vectors(tower, table, tower_budget(ctx).history, device)
         save_specialist(ctx.out / kind, tower, vectors, facts)
@@ -119,7 +128,9 @@ def _register(names: list[str], function, decorate) -> None:
 
 
 _register(
-    ["towers_plain", "towers_mrm", "towers_signed", "towers_squared", "tower_wide"], specialists, experiment.artifact
+    ["towers_plain", "towers_mrm", "towers_signed", "towers_squared", "towers_joint", "tower_wide"],
+    specialists,
+    experiment.artifact,
 )
 
 
@@ -147,6 +158,7 @@ _register(
         "single_sequential_wide",
         "no_user_embedding",
         "no_user_embedding_all_rows",
+        "fleet_joint",
         "fleet_plain",
         "fleet_mrm",
         "fleet_full_signed",

@@ -18,8 +18,8 @@ from torch import nn
 from adapters.mosaic.data import MosaicTable, rated_labels
 from adapters.mosaic.downstream import CoTraining
 from adapters.mosaic.relations import random_group, seen_classes, spearman, task_groups
-from adapters.mosaic.towers import Catalogue, TowerConfig, build_tower
-from adapters.mosaic.upstream import UpstreamConfig, upstream_model
+from adapters.mosaic.towers import Catalogue, JointTower, TowerConfig, build_tower
+from adapters.mosaic.upstream import UpstreamConfig, UpstreamModel, upstream_model
 from auto_research.evaluate.ctr import model_scorer, rated_batches, rated_metrics, score_rated
 from auto_research.experiment.context import Context
 from auto_research.runtime.files import write_json
@@ -30,7 +30,6 @@ from auto_research.train.optimizer import adamw
 
 UPSTREAM_ROWS, DOWNSTREAM_ROWS = (0.0, 0.5), (0.5, 0.8)
 EXPORT_AT_ONCE = 512
-RATED_TASKS = 3  # like, love, dislike
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,8 @@ def mined_groups(table: MosaicTable, mode: str, seed: int) -> list[tuple[tuple[i
     labels = rated_labels(table)
     groups = task_groups(spearman(labels))
     if mode == "random":
-        groups = [random_group(len(group), RATED_TASKS, seed) for group in groups]
+        labels = np.column_stack([labels, np.ones(len(labels), dtype=np.int64)])  # engage, constant on rated rows
+        groups = [random_group(group, labels.shape[1], seed) for group in groups]
     return [(group, seen_classes(labels, group)) for group in groups]
 
 
@@ -106,6 +106,25 @@ def train_specialist(
         "redundancy": config.redundancy if deployed else "none",
     }
     return model.tower.requires_grad_(False).eval(), facts
+
+
+def train_jointly(
+    ctx: Context,
+    kinds: list[str],
+    table: MosaicTable,
+    catalogue: Catalogue,
+    device: torch.device,
+    *,
+    towers: TowerConfig,
+    config: UpstreamConfig,
+) -> tuple[dict[str, nn.Module], dict[str, Any]]:
+    """Ablation: the specialists of `kinds` as one model on upstream rows; (towers by kind, frozen, facts)."""
+    seed_everything(ctx.seed)
+    joint = JointTower(kinds, towers, catalogue)
+    model = UpstreamModel(joint, len(kinds) * towers.user_width, config, catalogue, field=towers.field).to(device)
+    fitted = _fit(ctx, model, table.between(*UPSTREAM_ROWS), device, "joint")
+    facts = {"validation": fitted.validation, "best_epoch": fitted.best_epoch, "steps": fitted.steps}
+    return dict(joint.requires_grad_(False).eval().towers.items()), facts
 
 
 def _fit(ctx: Context, model: nn.Module, table: MosaicTable, device: torch.device, name: str):

@@ -8,6 +8,8 @@ lambda(t) = lambda_max clip((t - t0) / t1, 0, 1)
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -53,9 +55,10 @@ def task_groups(rho: np.ndarray, threshold: float = THRESHOLD) -> list[tuple[int
     return groups
 
 
-def random_group(size: int, tasks: int, seed: int) -> tuple[int, ...]:
-    """Ablation: as many tasks, drawn."""
-    return tuple(sorted(stable_rng("mosaic-random-group", seed).choice(tasks, size, replace=False).tolist()))
+def random_group(group: tuple[int, ...], tasks: int, seed: int) -> tuple[int, ...]:
+    """Ablation: as many of the tasks 0..tasks-1, drawn, but not the mined group itself."""
+    others = [c for c in itertools.combinations(range(tasks), len(group)) if c != tuple(group)]
+    return others[int(stable_rng("mosaic-random-group", seed).integers(len(others)))]
 
 
 def seen_classes(labels: np.ndarray, group: tuple[int, ...]) -> list[int]:

@@ -8,6 +8,7 @@ cotrain       u = MLP([mean of events; mean of the last 10 events])
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -248,6 +249,21 @@ class PooledTower(nn.Module):
         new = slice(max(0, events.shape[1] - NEWEST), None)
         means = [masked_mean(events, batch.hist_mask), masked_mean(events[:, new], batch.hist_mask[:, new])]
         return self.network(torch.cat(means, dim=1))
+
+
+class JointTower(nn.Module):
+    """Ablation: several specialists in one model, batch -> their vectors side by side [R, K D_u]."""
+
+    def __init__(self, kinds: Sequence[str], config: TowerConfig, catalogue: Catalogue):
+        super().__init__()
+        self.towers = nn.ModuleDict({kind: TOWERS[kind](config, catalogue) for kind in kinds})
+
+    def forward(self, batch: MosaicBatch) -> Tensor:
+        return torch.cat([tower(batch) for tower in self.towers.values()], dim=1)
+
+    def take_balance(self) -> Tensor:
+        """Of its sequential specialist, which has no auxiliary heads here."""
+        return self.towers["sequential"].take_balance()
 
 
 TOWERS = {

@@ -100,14 +100,18 @@ class UpstreamModel(nn.Module):
         """The whole loss of a batch; `task_loss` of the request table is not used, because there is a fourth task."""
         sequential = isinstance(self.tower, SequentialTower)
         u, cache = self.tower.states(batch) if sequential else (self.tower(batch), None)
-        balance = self.tower.take_balance() if sequential else None
+        balance = self.tower.take_balance() if hasattr(self.tower, "take_balance") else None
         z, labels = self.interaction(u, batch), label_matrix(batch)
         loss = tasks_loss(self.logits(z), labels, batch.rated)
         for head in self.composite:
-            loss = loss + COMPOSITE_WEIGHT * head.loss(z, labels[:, 1:], batch.rated)
+            loss = loss + COMPOSITE_WEIGHT * head.loss(
+                z, labels.roll(-1, 1), batch.rated
+            )  # like, love, dislike, engage
         if sequential:
             auxiliary = self.tower.targets(cache, batch)
-            loss = loss + tasks_loss(auxiliary.flip(1), labels[:, :2], batch.rated) + BALANCE_WEIGHT * balance
+            loss = loss + tasks_loss(auxiliary.flip(1), labels[:, :2], batch.rated)
+        if balance is not None:
+            loss = loss + BALANCE_WEIGHT * balance
         if self.config.redundancy != "none" and batch.vectors is not None:
             loss = loss + self.penalty * redundancy_loss(u, batch.vectors, self.config.redundancy)
         return loss

@@ -26,8 +26,8 @@ from adapters.mosaic.relations import (
     spearman,
     task_groups,
 )
-from adapters.mosaic.towers import SPECIALISTS, Catalogue, MoEFeedForward, TowerConfig, build_tower
-from adapters.mosaic.upstream import UpstreamConfig, upstream_model
+from adapters.mosaic.towers import SPECIALISTS, Catalogue, JointTower, MoEFeedForward, TowerConfig, build_tower
+from adapters.mosaic.upstream import UpstreamConfig, UpstreamModel, upstream_model
 from auto_research.data.requests import RequestTable
 from auto_research.evaluate.ctr import split_pairs
 from auto_research.runtime.files import sha256_bytes
@@ -122,8 +122,9 @@ def test_tasks_form_connected_groups_of_two_or_three():
     assert task_groups(rho) == [(0, 1, 2)]
     assert task_groups(rho, threshold=0.2) == [(0, 1, 2), (3, 4)]
     assert task_groups(np.ones((4, 4))) == []  # a component of four is none
-    assert len(random_group(2, 3, seed=5)) == 2
-    assert random_group(2, 3, seed=5) == random_group(2, 3, seed=5)
+    drawn = [random_group((0, 1, 2), 4, seed) for seed in range(20)]
+    assert all(len(group) == 3 and 3 in group for group in drawn)
+    assert len(set(drawn)) > 1
 
 
 def test_the_ratings_form_one_group_of_three(movielens_100k):
@@ -398,6 +399,18 @@ def test_ablations_of_towers(table, catalogue, kind, change):
         TowerConfig(ffn="sparse")
     with pytest.raises(ValueError, match="redundancy"):
         UpstreamConfig("cosine")
+
+
+def test_joint_training_reaches_every_specialist(table, catalogue):
+    torch.manual_seed(0)
+    joint = JointTower(SPECIALISTS[:3], SMALL, catalogue)
+    model = UpstreamModel(joint, 3 * SMALL.user_width, PLAIN, catalogue, field=4).train()
+    training_loss(model, training_batch(table)).backward()
+    idle = ("auxiliary", "target")  # heads that only a specialist trained alone has
+    silent = [name for name, p in joint.named_parameters() if p.grad is None or not p.grad.any()]
+    assert not [name for name in silent if not any(part in name for part in idle)]
+    alone = joint.eval().towers["dense_heavy"](training_batch(table))
+    assert torch.equal(joint(training_batch(table))[:, SMALL.user_width : 2 * SMALL.user_width], alone)
 
 
 # Rows, export and cache
