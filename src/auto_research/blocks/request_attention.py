@@ -71,12 +71,16 @@ def request_attention(
             mask=None if mask is None else mask[rows],
             bias=bias if bias is None or len(bias) == 1 else bias[rows],
             pair_mask=None if pair_mask is None else pair_mask[pairs],
-            pair_bias=None if pair_bias is None else pair_bias[pairs],
-            own=None if own is None else OwnKeys(own.k[pairs], own.v[pairs], own.visible),
+            pair_bias=pair_bias if pair_bias is None or everyone else pair_bias.index_select(0, group.pairs),
+            own=own if own is None or everyone else _own_of(own, group),
             scale=scale,
         )
         out = part if everyone else out.index_copy(0, group.pairs, part.to(out.dtype))
     return out
+
+
+def _own_of(own: OwnKeys, group: Group) -> OwnKeys:
+    return OwnKeys(own.k.index_select(0, group.pairs), own.v.index_select(0, group.pairs), own.visible)
 
 
 def _attend_group(q, k, v, group: Group, *, mask, bias, pair_mask, pair_bias, own, scale) -> Tensor:
