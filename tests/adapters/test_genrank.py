@@ -12,6 +12,7 @@ from adapters.genrank.efficiency import efficiency_studies, longest_windows
 from adapters.genrank.model import CHOICES, PREFIX, GenRank, GenRankConfig
 from adapters.genrank.windows import EpochWindows, WindowTable, _windows
 from auto_research.blocks.attention_bias import Alibi, RelativeBias
+from auto_research.data.requests import RequestTable
 from auto_research.evaluate.ctr import split_pairs
 from auto_research.train.ctr import training_loss
 
@@ -95,6 +96,22 @@ def test_requests_of_later_windows_see_about_half_a_window(table):
     largest = int((table.index.stop - table.index.start).max())
     assert batch.position.min() >= 6 - largest
     assert batch.position.max() < 12
+
+
+def test_windows_of_the_real_table(movielens_100k):
+    """Every train row once, 40 to 95 earlier events where a user has them. The specification lists 2,094 windows and 37
+    events; windows of up to 96 events whose first one scores all of its requests are 1,643 (sum of ceil(N / 48) over the
+    users, first windows of 48 events, would be 2,146)."""
+    table = WindowTable.of(RequestTable.load(movielens_100k / "requests"))
+    windows = table.train_windows(96)
+    assert len(windows) == 1_643
+    scored = [table._scored(windows, w) for w in range(len(windows))]
+    requests = np.concatenate(scored)
+    assert len(np.unique(requests)) == len(requests)
+    assert (table.index.stop - table.index.start)[requests].sum() == table.rows("train") == 75_993
+    seen = table.index.start[requests] - np.repeat(windows.start, [len(s) for s in scored])
+    far = table.index.start[requests] - table.index.first[requests] >= 96
+    assert (seen[far].min(), seen.max()) == (40, 95)
 
 
 def test_a_window_holds_its_events_in_order_with_features_of_their_own_time(table, batch):
