@@ -50,32 +50,30 @@ class CrossField(nn.Module):
         super().__init__()
         if width % heads:
             raise ValueError(f"ccformer: width {width} is not divisible by {heads} heads")
-        self.heads = heads
-        self.qkv = FieldLinear(fields, width, 3 * width, shared=shared)
+        self.scale = (width // heads) ** -0.5
+        self.q, self.k, self.v = (FieldLinear(fields, width, width, shared=shared) for _ in range(3))
         self.out = FieldLinear(fields, width, width, shared=shared)
-        self.gate = FieldLinear(fields, 2 * width, 1)
+        self.gate_state, self.gate = FieldLinear(fields, width, 1, bias=False), FieldLinear(fields, width, 1)
+        heads_of = torch.eye(heads).repeat_interleave(width // heads, dim=0)  # (d, H): sums the channels of a head
+        self.register_buffer("heads_of", heads_of, persistent=False)
 
     def forward(self, s: Tensor, mask: Tensor) -> Tensor:
-        fields = len(s)
         n = unit_rms(s).flatten(1, 2)  # (F, B, d), B = R N
-        q, k, v = self.qkv(n).unflatten(2, (3, self.heads, -1)).unbind(2)  # (F, B, H, dh) each
+        q, keys, values = self.q(n), self.k(n).unbind(), self.v(n).unbind()  # (F, B, d); F times (B, d)
         with float32_region(s.device):
-            q = q.float() * q.shape[3] ** -0.5
-            scores = torch.stack([(q * k[g].float()).sum(3) for g in range(fields)])  # (G, F, B, H)
-            weights = scores.softmax(0).to(v.dtype)
-        read = weights[0].unsqueeze(3) * v[0]
-        for g in range(1, fields):
-            read = read + weights[g].unsqueeze(3) * v[g]
-        read = read.flatten(2)  # (F, B, d)
-        gate = torch.sigmoid(self.gate(torch.cat([n, read], dim=2)))  # (F, B, 1)
-        change = (gate * self.out(read)).view(s.shape)
-        return (s + change) * mask.unsqueeze(2).to(s.dtype)
+            scores = torch.stack([(q.float() * k.float()) @ self.heads_of for k in keys])  # (G, F, B, H)
+            weights = (self.scale * scores).softmax(0) @ self.heads_of.t()  # (G, F, B, d)
+        shares = [weight * v for weight, v in zip(weights.to(q.dtype).unbind(), values, strict=True)]
+        read = sum(shares[1:], start=shares[0])  # (F, B, d)
+        gate = torch.sigmoid(self.gate_state(n) + self.gate(read))  # (F, B, 1)
+        gate = gate * mask.flatten().unsqueeze(1).to(gate.dtype)
+        return s + (gate * self.out(read)).view(s.shape)
 
     def flops(self, positions: int) -> int:
-        """Forward matrix FLOPs; the F x F products inside an event are element-wise and not counted."""
-        fields = len(self.gate.weight)
-        width = self.out.weight.shape[1]
-        return 2 * positions * fields * (4 * width * width + 2 * width)
+        """Forward matrix FLOPs; the element-wise F x F products of an event are not counted."""
+        fields, (width, heads) = len(self.gate.weight), self.heads_of.shape
+        sums = 2 * fields * heads * width  # channels of a head, and their weights back
+        return 2 * positions * fields * (4 * width * width + 2 * width + sums)
 
 
 class Compress(nn.Module):
@@ -89,7 +87,7 @@ class Compress(nn.Module):
     def __init__(self, fields: int, width: int, recent: int):
         super().__init__()
         self.recent = recent
-        self.score = nn.Parameter(torch.randn(fields, 1, 1, 1, width) * width**-0.5)
+        self.score = nn.Parameter(torch.randn(fields, width, 1) * width**-0.5)
 
     def forward(self, s: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         cut = s.shape[2] - self.recent
@@ -100,11 +98,20 @@ class Compress(nn.Module):
         old = F.pad(old, (0, 0, missing, 0)).unflatten(2, (-1, WINDOW))  # (F, R, W, 2, d)
         valid = F.pad(old_mask, (missing, 0)).unflatten(1, (-1, WINDOW))  # (R, W, 2)
         with float32_region(s.device):
-            scores = (unit_rms(old).float() * self.score.float()).sum(4)  # (F, R, W, 2)
+            scores = torch.bmm(unit_rms(old).float().flatten(1, 3), self.score.float())  # (F, R W 2, 1)
+            scores = scores.view(old.shape[:4])
             weights = visible_softmax(scores.masked_fill(~valid, -torch.inf))
             weights = weights + valid / valid.sum(2, keepdim=True).clamp(min=1)
-        merged = (weights.unsqueeze(4).to(old.dtype) * old).sum(3)  # (F, R, W, d)
+        parts = [
+            share.unsqueeze(3) * x for share, x in zip(weights.to(old.dtype).unbind(3), old.unbind(3), strict=True)
+        ]
+        merged = parts[0] + parts[1]  # (F, R, W, d)
         return torch.cat([merged, s[:, :, cut:]], dim=2), torch.cat([valid.any(2), mask[:, cut:]], dim=1)
+
+    def flops(self, requests: int, length: int) -> int:
+        """Forward matrix FLOPs of the pooling scores."""
+        merged = compressed_length(length, self.recent) - self.recent
+        return 0 if length - self.recent <= 1 else 2 * requests * WINDOW * merged * self.score.numel()
 
 
 def compressed_length(length: int, recent: int) -> int:
@@ -197,4 +204,5 @@ class StreamLayer(nn.Module):
     def flops(self, requests: int, length: int) -> int:
         """Forward matrix FLOPs on `length` positions that come in."""
         cross = 0 if self.cross is None else self.cross.flops(requests * length)
-        return cross + self.mix.flops(requests * self.length(length))
+        pooling = 0 if self.compress is None else self.compress.flops(requests, length)
+        return cross + pooling + self.mix.flops(requests * self.length(length))

@@ -86,7 +86,7 @@ def test_lengths():
     assert CCFormerConfig(compression="none").lengths() == [64] * 4
     assert CCFormerConfig(compression="truncate").lengths() == [22] * 4
     assert CCFormerConfig(compression="all").lengths() == [64, 32, 16, 8]
-    assert CCFormerConfig(history=24, recent=8).lengths() == [24, 16, 12, 10]
+    assert CCFormerConfig(history=24, recent=8, layers=2).lengths() == [24, 16, 12]
     assert compressed_length(3, 8) == 3
 
 
@@ -128,7 +128,7 @@ def test_window_by_hand():
 def test_pooling_weights_follow_the_learned_vector():
     compress = Compress(1, 2, recent=0)
     with torch.no_grad():
-        compress.score.copy_(torch.tensor([1.0, 0.0]).view(1, 1, 1, 1, 2))
+        compress.score.copy_(torch.tensor([1.0, 0.0]).view(1, 2, 1))
     s = torch.tensor([[1.0, 0.0], [0.0, 1.0]]).view(1, 1, 2, 2)
     merged, _ = compress(s, torch.ones(1, 2, dtype=torch.bool))
     a = torch.tensor([2**0.5, 0.0]).softmax(0)  # RMSNorm of (1, 0) is (sqrt 2, 0)
@@ -173,7 +173,7 @@ def test_cross_field_by_hand():
     with torch.no_grad():
         for parameter in cross.parameters():
             parameter.zero_()
-        cross.qkv.weight[:, :, 4:] = torch.eye(2)
+        cross.v.weight[:] = torch.eye(2)
         cross.out.weight[:] = torch.eye(2)
     s = torch.tensor([[1.0, 1.0], [-2.0, 2.0], [3.0, 3.0]]).view(3, 1, 1, 2)
     mean = torch.tensor([1.0, 3.0]) / 3  # of the normalised fields (1, 1), (-1, 1), (1, 1)
@@ -200,12 +200,13 @@ def test_equal_projections_are_the_shared_ones(build, batch):
     own = private.state_dict()
     given = shared.state_dict()
     private.load_state_dict({name: given[name].expand_as(value) for name, value in own.items()})
-    assert given["layers.0.cross.qkv.weight"].shape[0] == 1
+    assert given["layers.0.cross.q.weight"].shape[0] == 1
     assert torch.equal(logits(private, batch), logits(shared, batch))
 
 
 def close_gates(model):
     for layer in model.layers:
+        torch.nn.init.zeros_(layer.cross.gate_state.weight)
         torch.nn.init.zeros_(layer.cross.gate.weight)
         torch.nn.init.constant_(layer.cross.gate.bias, -200.0)
 
@@ -430,13 +431,13 @@ def test_counted_flops_of_the_sequence_branch(build, table, requests_history):
 
 @pytest.mark.parametrize(
     "config",
-    [CCFormerConfig(history=24, recent=8, tower=64, expansion=2), CCFormerConfig()],
+    [CCFormerConfig(history=24, recent=8, layers=2, tower=64, expansion=2), CCFormerConfig()],
     ids=["standard", "full"],
 )
 def test_hstu_has_the_parameters_of_ccformer(table, config):
     titles = torch.zeros(synthetic.ITEMS + 1, 384)
     target = dense_size(config, 384)
-    base = HstuRankerConfig(tower=config.tower, history=config.history)
+    base = HstuRankerConfig(layers=config.layers, tower=config.tower, history=config.history)
     baseline = replace(base, width=matched_width(target, base))
     genres = torch.as_tensor(table.item_genres)
     ours, theirs = (
