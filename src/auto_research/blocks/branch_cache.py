@@ -74,7 +74,7 @@ class CrossBlock(BiasedBlock):
     def remember(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [B, H, S, dh] of memory states [B, S, D]."""
         k, v = self.memory(states).unflatten(2, (2, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        return k, v
+        return k.contiguous(), v.contiguous()  # read once per beam step
 
     def read(self, x: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
         """x [B, w, T, D] after reading keys and values [B, H, S, dh] where visible bool [B, 1 or w, S]."""

@@ -38,6 +38,7 @@ class SIDConfig:
     stack).  head: "tied" (token table, softmax over the whole vocabulary) or "level" (a linear head per level).
     history: item slots of an integer source.  prefix: columns in front of them (user token).  items: ids per target.
     positions: longest prompt plus target of a SIDDecoder with learned positions; 0 for none.
+    std: spread of token and position tables at the start; 0.02 took about twice the steps to learn rows by heart.
     start: what predicts the first code of a SIDDecoder, a "bos" token or the last state of the "prompt" itself.
     """
 
@@ -55,6 +56,7 @@ class SIDConfig:
     prefix: int = 0
     items: int = 1
     positions: int = 256
+    std: float = 0.08
     start: str = "bos"
 
     def __post_init__(self) -> None:
@@ -76,7 +78,7 @@ class SIDModel(nn.Module):
         super().__init__()
         self.vocab, self.config = vocab, config
         self.embedding = nn.Embedding(vocab.size, config.width)
-        nn.init.normal_(self.embedding.weight, std=0.02)
+        nn.init.normal_(self.embedding.weight, std=config.std)
         self.heads = nn.ModuleList(
             nn.Linear(config.width, size) for size in (vocab.sizes if config.head == "level" else ())
         )
@@ -136,10 +138,10 @@ class SIDSeq2Seq(SIDModel):
         self.encoder = BiasedTransformer(config.stack(config.encoder_layers, config.bias))
         self.blocks = nn.ModuleList(CrossBlock(config.stack(1, "none")) for _ in range(config.layers))
         self.norm = nn.LayerNorm(width) if config.norm == "layer" else nn.RMSNorm(width)
-        self.slot = nn.Parameter(torch.randn(config.history, width) * 0.02)
-        self.level = nn.Parameter(torch.randn(vocab.levels, width) * 0.02)
-        self.front = nn.Parameter(torch.randn(config.prefix, width) * 0.02)
-        self.target = nn.Parameter(torch.randn(config.items * (vocab.levels + 1), width) * 0.02)
+        self.slot = nn.Parameter(torch.randn(config.history, width) * config.std)
+        self.level = nn.Parameter(torch.randn(vocab.levels, width) * config.std)
+        self.front = nn.Parameter(torch.randn(config.prefix, width) * config.std)
+        self.target = nn.Parameter(torch.randn(config.items * (vocab.levels + 1), width) * config.std)
 
     def embed_source(self, tokens: Tensor) -> Tensor:
         """[B, S, D]: token + slot of the item, counted from the newest + level; prefix columns have their own."""
@@ -211,7 +213,9 @@ class SIDDecoder(SIDModel):
     def __init__(self, vocab: SIDVocab, config: SIDConfig):
         super().__init__(vocab, config)
         self.trunk = BiasedTransformer(config.stack(config.layers, config.bias))
-        self.position = nn.Parameter(torch.randn(config.positions, config.width) * 0.02) if config.positions else None
+        self.position = (
+            nn.Parameter(torch.randn(config.positions, config.width) * config.std) if config.positions else None
+        )
 
     def forward(
         self,

@@ -269,7 +269,7 @@ def test_sixteen_rows_are_learned_by_heart(name):
     tokens, mask = source(16, seed=5)
     items = torch.from_numpy(np.random.default_rng(6).integers(1, 21, 16))
     codes = torch.from_numpy(TABLE.codes)[items].unsqueeze(1)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), 5e-3)
     for _ in range(80):
         optimizer.zero_grad()
         loss = sid_loss(model, read(model, tokens, mask), codes)
