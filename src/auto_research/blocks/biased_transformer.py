@@ -78,6 +78,7 @@ class BiasedBlock(nn.Module):
             activation = nn.ReLU() if config.ffn == "relu" else nn.GELU()
             self.ffn = nn.Sequential(nn.Linear(width, hidden), activation, nn.Linear(hidden, width))
         self.bias = attention_bias(config.bias, config.heads, positions=config.positions, times=config.times)
+        self.learns_bias = any(True for _ in self.bias.parameters())  # else all layers have the same
         self.rotary = Rotary(width // config.heads) if config.bias == "rotary" else None
         self.dropout = Dropout(config.dropout)
 
@@ -137,12 +138,14 @@ class BiasedTransformer(nn.Module):
             visible = torch.ones(length, length, dtype=torch.bool, device=x.device).tril().expand(batch, -1, -1)
         itself = torch.eye(length, dtype=torch.bool, device=x.device)
         visible = (visible & mask.unsqueeze(1)) | itself
-        keys, values = [], []
+        keys, values, bias = [], [], None
         for index, block in enumerate(self.blocks):
             q, k, v = block.project(x, position)
             keys.append(k), values.append(v)
             if last or index < len(self.blocks) - 1:
-                x = block.finish(x, _attend(q, k, v, visible, block.bias(position, position, time, time)))
+                if index == 0 or block.learns_bias:
+                    bias = block.bias(position, position, time, time)
+                x = block.finish(x, _attend(q, k, v, visible, bias))
         return x, KeyValueCache(tuple(keys), tuple(values), mask, position, time)
 
     def extend(
@@ -198,13 +201,14 @@ class BiasedTransformer(nn.Module):
         where = position.unsqueeze(1)  # (P, 1)
         when = None if time is None else time.unsqueeze(1)
         key_time = None if cache.time is None else cache.time[request_of]
-        row = x.unsqueeze(1)  # (P, 1, D)
-        for block, k, v in zip(self.blocks, cache.keys, cache.values, strict=True):
+        row, bias = x.unsqueeze(1), None  # (P, 1, D)
+        for index, (block, k, v) in enumerate(zip(self.blocks, cache.keys, cache.values, strict=True)):
             q, own_k, own_v = block.project(row, where)
-            bias = block.bias(where, cache.position[request_of], when, key_time)  # (P, H, 1, L)
-            own_bias = block.bias(where, where, when, when)  # (P, H, 1, 1)
-            if own_bias is not None:
-                bias = bias - own_bias  # the softmax needs differences only
+            if index == 0 or block.learns_bias:
+                bias = block.bias(where, cache.position[request_of], when, key_time)  # (P, H, 1, L)
+                own_bias = block.bias(where, where, when, when)  # (P, H, 1, 1)
+                if own_bias is not None:
+                    bias = bias - own_bias  # the softmax needs differences only
             read = request_attention(
                 q,
                 k,
