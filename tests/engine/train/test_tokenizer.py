@@ -70,6 +70,22 @@ def test_dead_entries_are_revived_in_time_and_left_alone_at_the_end(tmp_path, mo
     assert [step for step, _ in calls] == [20, 40, 60, 80]  # of 105, none in the last 20
 
 
+def test_warm_up_steps_are_not_quantised(tmp_path, monkeypatch):
+    seen = []
+    usual = RQVAE.losses
+
+    def watched(self, *args, **kwargs):
+        seen.append(bool(self.quantising))
+        return usual(self, *args, **kwargs)
+
+    monkeypatch.setattr(RQVAE, "losses", watched)
+    fitted(tmp_path / "a", steps=4, warm_up=3)
+    assert seen == [False] * 3 + [True] * 4
+    seen.clear()
+    fitted(tmp_path / "b", steps=2)
+    assert seen == [True] * 2
+
+
 @pytest.mark.parametrize(
     ("changes", "plan", "every", "with_pairs"),
     [
