@@ -140,11 +140,17 @@ def code_statistics(codes: np.ndarray, sizes: Sequence[int]) -> dict:
     }
 
 
-def mutual_information(a: np.ndarray, b: np.ndarray) -> float:
-    """Mutual information in nats of two integer columns int[I] (plug-in estimate, positive by chance)."""
+def mutual_information(a: np.ndarray, b: np.ndarray, *, normalised: bool = False) -> float:
+    """Mutual information in nats of two integer columns int[I] (plug-in estimate, positive by chance).
+
+    normalised: divided by the mean of the two entropies, 0 to 1; 0 when both columns are constant.
+    """
     _, joint = np.unique(np.stack([a, b]), axis=1, return_counts=True)
     entropies = [_entropy(np.unique(column, return_counts=True)[1]) for column in (a, b)]
-    return max(0.0, sum(entropies) - _entropy(joint))
+    shared = max(0.0, sum(entropies) - _entropy(joint))
+    if not normalised:
+        return shared
+    return shared / (sum(entropies) / 2) if sum(entropies) > 0 else 0.0
 
 
 def _entropy(counts: np.ndarray) -> float:

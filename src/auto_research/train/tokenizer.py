@@ -40,8 +40,8 @@ class FittedRQVAE:
 
     model: on the CPU in eval mode; its `codes` give the exported ones again.  statistics: reconstruction (mean squared
     norm of x - xhat per modality, summed over dimensions), quantisation_error (of z after every level), per channel
-    utilisation, perplexity, distinct, largest_group, shared_items, and mutual_information of the first levels of two
-    channels (nats).  history: losses of the training loop.
+    utilisation, perplexity, distinct, largest_group, shared_items, and normalised_mutual_information of the first
+    levels of the first two channels.  history: losses of the training loop.
     """
 
     model: RQVAE
@@ -169,7 +169,8 @@ def _export(model: RQVAE, arrays: list[np.ndarray], history: list[dict[str, floa
         "channels": [code_statistics(c, model.config.sizes) for c in codes],
     }
     if len(codes) > 1:
-        statistics["mutual_information"] = mutual_information(codes[0][:, 0], codes[1][:, 0])
+        shared = mutual_information(codes[0][:, 0], codes[1][:, 0], normalised=True)
+        statistics["normalised_mutual_information"] = shared
     if model.rotation is not None:
         turned = model.rotation(torch.eye(model.config.width))
         statistics["orthogonality_error"] = float((turned @ turned.t() - torch.eye(model.config.width)).abs().max())

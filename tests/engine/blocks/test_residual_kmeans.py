@@ -211,6 +211,9 @@ def test_statistics_of_codes():
 def test_mutual_information_of_equal_and_independent_columns():
     a = np.repeat(np.arange(4), 16)
     assert mutual_information(a, 3 - a) == pytest.approx(np.log(4))
+    assert mutual_information(a, 3 - a, normalised=True) == pytest.approx(1)
+    assert mutual_information(a, a // 2, normalised=True) == pytest.approx(np.log(2) / (1.5 * np.log(2)))
+    assert mutual_information(a * 0, a * 0, normalised=True) == 0
     assert mutual_information(a, np.tile(np.arange(4), 16)) == pytest.approx(0, abs=1e-12)
 
 
