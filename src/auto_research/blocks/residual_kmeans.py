@@ -76,7 +76,7 @@ def nearest_codes(x: np.ndarray, books: Sequence[np.ndarray]) -> np.ndarray:
     residual = _work_copy(x)
     codes = []
     for book in books:
-        code, _ = _nearest(residual, book.astype(residual.dtype))
+        code = _nearest(residual, book.astype(residual.dtype))
         residual -= book[code]
         codes.append(code)
     return np.stack(codes, axis=1)
@@ -115,7 +115,7 @@ def kmeans(
         centroids = sums.means(code, centroids)
     stored = centroids.astype(np.float32)
     if not balanced:
-        code, _ = _nearest(x, stored.astype(x.dtype))
+        code = _nearest(x, stored.astype(x.dtype))
     return Clusters(code, stored, used)
 
 
@@ -175,24 +175,28 @@ def _squared_norms(x: np.ndarray) -> np.ndarray:
     return np.einsum("id,id->i", x, x)
 
 
-def _nearest(x: np.ndarray, centroids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Nearest centroid int64[I] (ties: the lower index) and squared distance [I], never negative."""
+def _nearest(x: np.ndarray, centroids: np.ndarray) -> np.ndarray:
+    """Nearest centroid int64[I], ties to the lower index."""
     code = np.empty(len(x), dtype=np.int64)
-    distance = np.empty(len(x), dtype=x.dtype)
     turned, norms = np.ascontiguousarray(-2 * centroids.T), _squared_norms(centroids)
     for start in range(0, len(x), CHUNK):
         rows = slice(start, start + CHUNK)
-        part = x[rows] @ turned
+        part = x[rows] @ turned  # the row's own norm is the same for every centroid
         part += norms
         code[rows] = part.argmin(axis=1)
-        distance[rows] = part[np.arange(len(part)), code[rows]] + _squared_norms(x[rows])
-    return code, np.maximum(distance, 0)
+    return code
 
 
 def _lloyd_assignment(x: np.ndarray, centroids: np.ndarray) -> np.ndarray:
     """Nearest centroids; then every empty cluster takes the row that is farthest from its centroid."""
-    code, distance = _nearest(x, centroids)
+    code = _nearest(x, centroids)
     counts = np.bincount(code, minlength=len(centroids))
+    if counts.all():
+        return code
+    distance = np.empty(len(x), dtype=x.dtype)
+    for start in range(0, len(x), CHUNK):
+        rows = slice(start, start + CHUNK)
+        distance[rows] = _squared_norms(x[rows] - centroids[code[rows]])
     for empty in np.flatnonzero(counts == 0):
         candidate = np.where(counts[code] > 1, distance, 0)
         row = int(candidate.argmax())
