@@ -29,7 +29,7 @@ def longest_windows(table: WindowTable, length: int, count: int) -> Windows:
     for user in sorted(chosen[events[chosen] > 0].tolist()):
         own = rows[users == user]
         start, half = max(int(own[0]), int(own[-1]) + 1 - length), int(own[-1]) + 1 - length // 2
-        requests = table._row_request[[start, max(half, start)]]
+        requests = table.row_request[[start, max(half, start)]]
         start, half = (int(table.index.start[r]) for r in requests)
         found.append((start, int(own[-1]) + 1, half))
     return Windows(*np.array(found, dtype=np.int64).T)

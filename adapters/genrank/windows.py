@@ -90,7 +90,7 @@ class WindowTable(RequestTable):
 
     def _prepare_rows(self) -> None:
         size = self.index.stop - self.index.start
-        self._row_request = np.repeat(np.arange(self.n_requests), size)
+        self.row_request = np.repeat(np.arange(self.n_requests), size)
 
     def train_windows(self, length: int) -> Windows:
         """Windows of at most `length` train events, by user and time; those that score no train request are left out."""
@@ -102,18 +102,18 @@ class WindowTable(RequestTable):
                 edges = np.append(self.index.start[requests], self.index.stop[requests[-1]])
                 found += _windows(edges, length)
         windows = Windows(*np.array(found, dtype=np.int64).reshape(-1, 3).T)
-        scores = [len(self._scored(windows, w)) > 0 for w in range(len(windows))]
+        scores = [len(self.scored(windows, w)) > 0 for w in range(len(windows))]
         return windows.take(np.flatnonzero(scores))
 
-    def _scored(self, windows: Windows, w: int) -> np.ndarray:
+    def scored(self, windows: Windows, w: int) -> np.ndarray:
         """Train requests that window w scores."""
-        first, last = self._row_request[windows.scored[w]], self._row_request[windows.stop[w] - 1]
+        first, last = self.row_request[windows.scored[w]], self.row_request[windows.stop[w] - 1]
         requests = np.arange(first, last + 1)
         return requests[self.index.split[requests] == SPLITS.index("train")]
 
     def window_batch(self, windows: Windows, *, negatives: int, rng: np.random.Generator) -> WindowBatch:
         """The windows with all candidates of the requests they score."""
-        scored = [self._scored(windows, w) for w in range(len(windows))]
+        scored = [self.scored(windows, w) for w in range(len(windows))]
         requests = np.concatenate(scored)
         window_of = np.repeat(np.arange(len(windows)), [len(s) for s in scored])
         base = self.batch(requests, history=0, negatives=negatives, rng=rng)
@@ -135,8 +135,8 @@ class WindowTable(RequestTable):
         row = start[:, None] + np.arange(length)[None, :]
         mask = row < stop[:, None]
         row = np.where(mask, row, 0)
-        item, request = self._item[row], self._row_request[row]
-        first = self._row_request[np.minimum(start, len(self._row_request) - 1)]
+        item, request = self._item[row], self.row_request[row]
+        first = self.row_request[np.minimum(start, len(self.row_request) - 1)]
         columns = {
             "item": item,
             "rating": np.rint(self._rating[row]).astype(np.int64),

@@ -70,7 +70,7 @@ def row_of(table, event_time, event_item):
 
 def test_windows_never_cut_a_second_and_score_every_train_request_once(table):
     windows = table.train_windows(12)
-    scored = np.concatenate([table._scored(windows, w) for w in range(len(windows))])
+    scored = np.concatenate([table.scored(windows, w) for w in range(len(windows))])
     assert sorted(scored.tolist()) == table.requests("train").tolist()
     starts = set(table.index.start.tolist())
     assert set(windows.start.tolist()) <= starts
@@ -105,7 +105,7 @@ def test_windows_of_the_real_table(movielens_100k):
     table = WindowTable.of(RequestTable.load(movielens_100k / "requests"))
     windows = table.train_windows(96)
     assert len(windows) == 1_643
-    scored = [table._scored(windows, w) for w in range(len(windows))]
+    scored = [table.scored(windows, w) for w in range(len(windows))]
     requests = np.concatenate(scored)
     assert len(np.unique(requests)) == len(requests)
     assert (table.index.stop - table.index.start)[requests].sum() == table.rows("train") == 75_993
