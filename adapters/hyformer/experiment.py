@@ -5,7 +5,6 @@ What makes an arm differ from `hyformer` is its `switch` in card.yaml; sizes are
 
 from __future__ import annotations
 
-from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -14,10 +13,8 @@ from torch import nn
 
 from adapters.hyformer.late_fusion import LateFusion
 from adapters.hyformer.model import SEQUENCES, HyFormer, HyFormerConfig, check_candidate_free
-from auto_research.baselines import bias as bias_baseline
 from auto_research.baselines import dcnv2 as dcnv2_baseline
-from auto_research.baselines import gbdt as gbdt_baseline
-from auto_research.baselines import popularity as popularity_baseline
+from auto_research.baselines.floors import request_floors
 from auto_research.blocks.rankmixer_block import matched_width
 from auto_research.data.behaviours import BehaviourTable
 from auto_research.evaluate.serving import serving_studies
@@ -27,16 +24,10 @@ from auto_research.runtime.devices import device_for
 from auto_research.train.ctr import load_requests, train_ctr
 
 experiment = Experiment("hyformer")
+request_floors(experiment)
 
 CHECKED_REQUESTS = 16
 SPLIT_NOTE = "Split per user by time: item parameters may have seen later ratings of other users."
-
-
-def config_of(ctx: Context) -> HyFormerConfig:
-    """Sizes from the budget, slots and switches from the arm."""
-    names = {f.name for f in fields(HyFormerConfig)}
-    values = {name: ctx.budget[name] for name in ctx.budget if name in names}
-    return HyFormerConfig(**(values | (ctx.switch or {})))
 
 
 def behaviours(ctx: Context) -> BehaviourTable:
@@ -52,7 +43,7 @@ def matched_late_fusion(config: HyFormerConfig, vocab: dict[str, int], item_genr
 
 def train(ctx: Context, model_of: Any = HyFormer, studies: bool = False) -> Measurement:
     """model_of: (config, vocab, item_genres) -> model.  studies: measure what serving one request costs."""
-    device, table, config = device_for(ctx.device), behaviours(ctx), config_of(ctx)
+    device, table, config = device_for(ctx.device), behaviours(ctx), ctx.configured(HyFormerConfig)
 
     def build(hyperparameters: dict[str, Any]) -> nn.Module:
         return model_of(config, table.vocab, table.item_genres)
@@ -77,21 +68,6 @@ def inspect(
             model, table, device=device, history=config.history, warm_up=min(5, timed), timed=timed
         )
     return extra
-
-
-@experiment.arm
-def bias(ctx: Context) -> Measurement:
-    return bias_baseline.run(ctx, device=device_for(ctx.device))
-
-
-@experiment.arm
-def popularity(ctx: Context) -> Measurement:
-    return popularity_baseline.run_requests(ctx, device=device_for(ctx.device))
-
-
-@experiment.arm
-def gbdt(ctx: Context) -> Measurement:
-    return gbdt_baseline.run(ctx, device=device_for(ctx.device))
 
 
 @experiment.arm

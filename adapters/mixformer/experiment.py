@@ -5,7 +5,7 @@ What makes an arm differ from `mixformer` is its `switch` in card.yaml; sizes ar
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,10 +14,8 @@ from torch import nn
 
 from adapters.mixformer.model import MixFormer, MixFormerConfig
 from adapters.mixformer.stacked import Stacked
-from auto_research.baselines import bias as bias_baseline
 from auto_research.baselines import dcnv2 as dcnv2_baseline
-from auto_research.baselines import gbdt as gbdt_baseline
-from auto_research.baselines import popularity as popularity_baseline
+from auto_research.baselines.floors import request_floors
 from auto_research.blocks.rankmixer_block import matched_width
 from auto_research.data.requests import RequestTable
 from auto_research.evaluate.serving import candidates_of, median_seconds, serving_studies
@@ -29,17 +27,11 @@ from auto_research.runtime.devices import device_for
 from auto_research.train.ctr import load_requests, train_ctr
 
 experiment = Experiment("mixformer")
+request_floors(experiment)
 
 CANDIDATES = (1, 32, 1682)
 ALL_HEADS = "all heads per candidate"
 SPLIT_NOTE = "Split per user by time: item parameters may have seen later ratings of other users."
-
-
-def config_of(ctx: Context) -> MixFormerConfig:
-    """Sizes from the budget, switches from the arm."""
-    names = {f.name for f in fields(MixFormerConfig)}
-    values = {name: ctx.budget[name] for name in ctx.budget if name in names}
-    return MixFormerConfig(**(values | (ctx.switch or {})))
 
 
 def matched_stacked(config: MixFormerConfig, vocab: dict[str, int], item_genres: Any) -> Stacked:
@@ -51,7 +43,7 @@ def matched_stacked(config: MixFormerConfig, vocab: dict[str, int], item_genres:
 
 def train(ctx: Context, device: torch.device, model_of: Any = MixFormer, studies: bool = False) -> Measurement:
     """model_of: (config, vocab, item_genres) -> model.  studies: measure what serving one request costs."""
-    table, config = load_requests(ctx), config_of(ctx)
+    table, config = load_requests(ctx), ctx.configured(MixFormerConfig)
 
     def build(hyperparameters: dict[str, Any]) -> nn.Module:
         return model_of(config, table.vocab, table.item_genres)
@@ -114,21 +106,6 @@ def scaling(ctx: Context, device: torch.device, model_of: Any = MixFormer) -> Me
     front = study("million FLOPs per pair", "test AUC", lines, log=False)
     measured.extra |= {"cells": cells, "studies": {"auc_by_flops": front}}
     return measured
-
-
-@experiment.arm
-def bias(ctx: Context) -> Measurement:
-    return bias_baseline.run(ctx, device=device_for(ctx.device))
-
-
-@experiment.arm
-def popularity(ctx: Context) -> Measurement:
-    return popularity_baseline.run_requests(ctx, device=device_for(ctx.device))
-
-
-@experiment.arm
-def gbdt(ctx: Context) -> Measurement:
-    return gbdt_baseline.run(ctx, device=device_for(ctx.device))
 
 
 @experiment.arm

@@ -6,7 +6,6 @@ carry the studies of what a request costs over its number of candidates.
 
 import time
 from collections.abc import Callable
-from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -18,10 +17,8 @@ from adapters.rocs.dense import DenseROCS
 from adapters.rocs.layers import ROCSConfig
 from adapters.rocs.model import ROCS
 from adapters.rocs.towers import LateROCS, TwoTower
-from auto_research.baselines import bias as bias_baseline
 from auto_research.baselines import dcnv2 as dcnv2_baseline
-from auto_research.baselines import gbdt as gbdt_baseline
-from auto_research.baselines import popularity as popularity_baseline
+from auto_research.baselines.floors import request_floors
 from auto_research.data.requests import RequestBatch, RequestTable
 from auto_research.evaluate.ctr import joint_score
 from auto_research.evaluate.serving import CANDIDATES, TIMED, candidates_of, median_seconds, serving_studies
@@ -34,6 +31,7 @@ from auto_research.runtime.seeds import stable_rng
 from auto_research.train.ctr import RequestBudget, load_requests, train_ctr, training_loss
 
 experiment = Experiment("rocs")
+request_floors(experiment)
 
 DECOMPOSED, BROADCAST = "decomposed", "broadcast"
 TOP = 10
@@ -41,16 +39,9 @@ STEP_TIMED = 5
 SPLIT_NOTE = "Split per user by time: item parameters may have seen later ratings of other users."
 
 
-def config_of(ctx: Context) -> ROCSConfig:
-    """Sizes from the budget, switches from the arm."""
-    names = {f.name for f in fields(ROCSConfig)}
-    values = {name: ctx.budget[name] for name in ctx.budget if name in names}
-    return ROCSConfig(**(values | (ctx.switch or {})))
-
-
 def train(ctx: Context, device: torch.device, kind: type[nn.Module], inspect: Callable | None = None) -> Measurement:
     """Train one arm; inspect: (model, table, device=, ctx=) -> extra, whose "efficiency" goes to the cost."""
-    table, config = load_requests(ctx), config_of(ctx)
+    table, config = load_requests(ctx), ctx.configured(ROCSConfig)
 
     def build(hyperparameters: dict[str, Any]) -> nn.Module:
         return kind(config, table.vocab, table.item_genres)
@@ -168,21 +159,6 @@ def retrieval(model: LateROCS, table: RequestTable, *, device: torch.device, ctx
         "retrieval_anew_ms": 1e3 * spent["anew"] / count,
     }
     return {"studies": found, "efficiency": efficiency}
-
-
-@experiment.arm
-def bias(ctx: Context) -> Measurement:
-    return bias_baseline.run(ctx, device=device_for(ctx.device))
-
-
-@experiment.arm
-def popularity(ctx: Context) -> Measurement:
-    return popularity_baseline.run_requests(ctx, device=device_for(ctx.device))
-
-
-@experiment.arm
-def gbdt(ctx: Context) -> Measurement:
-    return gbdt_baseline.run(ctx, device=device_for(ctx.device))
 
 
 @experiment.arm

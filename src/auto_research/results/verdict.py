@@ -18,7 +18,7 @@ from auto_research.metrics.bootstrap import (
 from auto_research.metrics.ctr import row_logloss
 
 LOWER_IS_BETTER = frozenset(
-    {"logloss", "ne", "loss", "bits_per_byte", "perplexity", "rmse", "mae", "head_share@10", "error", "latency_ms"}
+    {"logloss", "loss", "bits_per_byte", "perplexity", "rmse", "mae", "head_share@10", "error", "latency_ms", "ne", "feedback_ne", "nip_loss"}
 )
 MIN_SEEDS = 3
 NEVER_A_RESULT = ("tiny", "smoke")
