@@ -12,6 +12,7 @@ from adapters.onetrans.caching import UserCache, continues, extend, listed
 from adapters.onetrans.model import OneTrans, RequestState
 from auto_research.blocks.behaviour_events import request_fields
 from auto_research.data.behaviours import BehaviourTable
+from auto_research.data.prefix import LIKE_RATING
 from auto_research.evaluate.serving import TIMED, median_seconds
 from auto_research.experiment.studies import Study, study
 from auto_research.metrics.cost import flops_of
@@ -22,15 +23,16 @@ APPENDED = 2
 
 @torch.no_grad()
 def replay(model: OneTrans, table: BehaviourTable, *, device: torch.device, users: int) -> dict[str, Any]:
-    """The consecutive test requests of the first `users` test users, each with its rated candidates.
+    """The consecutive test requests of `users` test users, each with its rated candidates.
 
+    Users whose longer sequence is shortest come first: a window that is full loses its oldest event at every request.
     requests; kept: share that could reuse the previous request's cache (a window that lost its oldest event cannot);
     FLOPs of the S side per request cold and kept, over the requests that could; largest difference of logits between
     the kept and the cold path; bytes of the largest cache.
     """
     model.eval()
     requests = table.requests("test")
-    chosen = np.unique(table.request_user[requests])[:users]
+    chosen = shortest_histories(table, np.unique(table.request_user[requests]))[:users]
     totals = {"requests": 0, "kept": 0, COLD: 0, KEPT: 0}
     difference, largest = 0.0, 0
     for user in chosen:
@@ -59,6 +61,14 @@ def replay(model: OneTrans, table: BehaviourTable, *, device: torch.device, user
         "largest_difference": difference,
         "largest_cache_bytes": largest,
     }
+
+
+def shortest_histories(table: BehaviourTable, users: np.ndarray) -> np.ndarray:
+    """Users by the number of ratings in the longer of their two sequences, ascending."""
+    data = table.interactions
+    liked = np.bincount(data.user, weights=data.rating >= LIKE_RATING, minlength=data.n_users + 1)
+    events = np.bincount(data.user, minlength=data.n_users + 1)
+    return users[np.argsort(np.maximum(liked, events - liked)[users], kind="stable")]
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ import torch
 from adapters.onetrans.caching import continues, extend, listed
 from adapters.onetrans.late_fusion import matched
 from adapters.onetrans.model import CHOICES, Layer, OneTrans, OneTransConfig, RequestState, score_elements
-from adapters.onetrans.replay import COLD, KEPT, growth_studies, replay
+from adapters.onetrans.replay import COLD, KEPT, growth_studies, replay, shortest_histories
 from auto_research.blocks.behaviour_events import request_fields
 from auto_research.blocks.request_groups import request_groups
 from auto_research.data.behaviours import BehaviourTable
@@ -288,6 +288,17 @@ def test_a_full_window_breaks_the_cache(table):
 def test_the_cache_refuses_a_mask_it_cannot_serve(table):
     with pytest.raises(ValueError, match="causal"):
         extend(build(table, mask="bidirectional"), None, torch.randn(1, 4, 16))
+
+
+def test_replay_begins_with_users_whose_windows_are_not_full(table):
+    users = np.unique(table.request_user[table.requests("test")])
+    order = shortest_histories(table, users)
+    data = table.interactions
+    longest = [max((data.rating[data.user == u] >= 4).sum(), (data.rating[data.user == u] < 4).sum()) for u in order]
+    assert longest == sorted(longest)
+    assert longest[0] < longest[-1]
+    model = build(table, replace(SMALL, history=int(longest[0])), positions="oldest")
+    assert replay(model, table, device=torch.device("cpu"), users=1)["kept"] > 0
 
 
 def test_replay_reuses_requests_and_costs_less(table):
