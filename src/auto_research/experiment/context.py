@@ -124,7 +124,8 @@ class Context:
         'step': model, step (from 1), after the optimizer's step and before the gradients are cleared.
         'trained': model, data, score, validation, before any test unit is read. `score(data, ...)` gives the model's
         scores on `data` or an edited copy of it: (table, request, items) -> logits [P, 3] of a RequestTable,
-        (sequences, split, positions) -> [B, n_items + 1] of a LeaveTwoOut.
+        (sequences, split, positions) -> [B, n_items + 1] of a LeaveTwoOut or
+        of an adapter's own split.
         """
         if self.observer is not None:
             self.observer(event, values)
