@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from adapters.hyformer.candidate_check import check_candidate_free
 from adapters.hyformer.late_fusion import LateFusion
-from adapters.hyformer.model import SEQUENCES, HyFormer, HyFormerConfig, check_candidate_free
+from adapters.hyformer.model import SEQUENCES, HyFormer, HyFormerConfig
 from auto_research.baselines import dcnv2 as dcnv2_baseline
 from auto_research.baselines.floors import request_floors
 from auto_research.blocks.rankmixer_block import matched_width

@@ -13,7 +13,6 @@ below are names in registries, as in a host of the search.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -371,33 +370,3 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
         last = name.rpartition(".")[2]
         (kept if p.ndim < 2 or last in ("b1", "b2", "bias") else decayed).append(p)
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
-
-
-@torch.no_grad()
-def check_candidate_free(model: nn.Module, batch: BehaviourBatch) -> None:
-    """Raise ValueError when anything `model.prepare` keeps depends on the batch's candidates, or is kept per pair.
-
-    The rule of the reducer and encoder slots: whatever fills them, the serving cache of one request serves every
-    candidate, and has the batch size of the requests.
-    """
-    model.eval()
-    other = dataclasses.replace(
-        batch,
-        item=batch.item.flip(0).roll(1),
-        decade=batch.decade.flip(0),
-        popularity=batch.popularity + 1,
-        cross=batch.cross - 1,
-    )
-    requests = len(batch.hour)
-    for one, two in zip(tensors(model.prepare(batch)), tensors(model.prepare(other)), strict=True):
-        if len(one) != requests:
-            raise ValueError(f"the request's part holds a tensor of shape {tuple(one.shape)} for {requests} requests")
-        if not torch.equal(one, two):
-            raise ValueError("the request's part depends on the candidates: a reducer or encoder must not see them")
-
-
-def tensors(state: Any) -> list[Tensor]:
-    """All tensors of a nested state."""
-    if isinstance(state, Tensor):
-        return [state]
-    return [t for part in state for t in tensors(part)]

@@ -9,6 +9,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from adapters.hyformer import model as hyformer_model
+from adapters.hyformer.candidate_check import check_candidate_free, tensors
 from adapters.hyformer.experiment import matched_late_fusion
 from adapters.hyformer.late_fusion import LateFusion
 from adapters.hyformer.model import (
@@ -17,8 +18,6 @@ from adapters.hyformer.model import (
     SWITCHES,
     HyFormer,
     HyFormerConfig,
-    check_candidate_free,
-    tensors,
 )
 from adapters.hyformer.operators import AttentionEncoder, LongerReducer
 from auto_research.baselines.dcnv2 import DCNv2
