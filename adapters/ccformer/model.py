@@ -139,7 +139,7 @@ def _stream_layer(c: CCFormerConfig) -> StreamLayer:
 class FieldTokenizer(nn.Module):
     """Events -> streams; fields of a target -> global tokens. Fields are never summed at the input.
 
-    The item part of a projection is applied to the vocabulary once and looked up, which is the same Linear.
+    In large batches [genres; title] of the whole vocabulary is projected once and looked up, which is the same Linear.
     """
 
     def __init__(self, c: CCFormerConfig, encoder: TitledEncoder):
@@ -156,10 +156,9 @@ class FieldTokenizer(nn.Module):
 
     def events(self, batch: BehaviourBatch, encoder: TitledEncoder) -> Tensor:
         """S^0 [F, R, L, d] (one field when streams are fused); 0 at padding."""
-        content = self.content(encoder.content_vectors())  # (n_items + 1, d)
-        item = self.id(encoder.item.weight)
+        item, content = self.id(encoder.item(batch.hist_item)), encoder.projected(self.content, batch.hist_item)
         action = self.action(torch.cat([encoder.rating(batch.hist_rating), self.gap(batch.hist_gap)], dim=2))
-        tokens = [F.embedding(batch.hist_item, item), F.embedding(batch.hist_item, content), action]
+        tokens = [item, content, action]  # (R, L, d) each
         s = torch.stack(tokens) if self.streams == "fields" else sum(tokens).unsqueeze(0)
         return self.dropout(s) * batch.hist_mask.unsqueeze(2).to(s.dtype)
 
@@ -172,8 +171,10 @@ class FieldTokenizer(nn.Module):
 
     def targets(self, user: Tensor, context: Tensor, batch: BehaviourBatch, encoder: TitledEncoder) -> Tensor:
         """G^0 [M, P, d]."""
-        item = F.embedding(batch.item, self.target_id(encoder.item.weight))
-        content = F.embedding(batch.item, self.target_content(encoder.content_vectors()))
+        item, content = (
+            self.target_id(encoder.item(batch.item)),
+            encoder.projected(self.target_content, batch.item),
+        )
         rest = torch.cat([encoder.decade(batch.decade), encoder.popularity(batch.popularity)], dim=1)
         content = content + self.target_rest(self.dropout(rest))
         cross = self.cross(self.dropout(encoder.cross(batch.cross)))

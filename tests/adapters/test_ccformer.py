@@ -467,6 +467,28 @@ def test_padding_has_no_title_and_no_item(table, titles):
     assert encoder.item_vectors().shape == (synthetic.ITEMS + 1, 8)
 
 
+def test_rows_are_projected_alone_or_looked_up(table, titles, batch):
+    """The same vectors either way; one request does not pay for the vocabulary."""
+    torch.manual_seed(0)
+    encoder, layer = (
+        TitledEncoder(table.vocab, torch.as_tensor(table.item_genres), titles, field=4),
+        torch.nn.Linear(10, 3),
+    )
+    few, many = batch.item[:20], batch.item.repeat(2)
+    assert encoder.few(few)
+    assert not encoder.few(many)
+    looked_up = torch.nn.functional.embedding(few, layer(encoder.content_vectors()))
+    assert torch.allclose(encoder.projected(layer, few), looked_up, atol=1e-6)
+    assert torch.allclose(encoder.projected(layer, many)[:20], looked_up, atol=1e-6)
+    one = table.batch(table.requests("valid")[:2], history=HISTORY)
+    assert encoder.few(one.hist_item)
+    plain = encoder.request(one, encoder.item_vectors()).events, encoder.pairs(one, encoder.item_vectors()).key
+    for short, long in zip((encoder.request(one).events, encoder.pairs(one).key), plain, strict=True):
+        assert torch.allclose(short, long, atol=1e-6)
+    with torch.no_grad():
+        assert flops_of(lambda: encoder.pairs(one)) < flops_of(lambda: encoder.pairs(one, encoder.item_vectors()))
+
+
 def test_unknown_switches_are_refused():
     with pytest.raises(ValueError, match="compression"):
         CCFormerConfig(compression="some")
