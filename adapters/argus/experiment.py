@@ -3,9 +3,7 @@
 What makes an arm differ is its `switch` in card.yaml; sizes are in the budget.
 """
 
-from dataclasses import fields, replace
-from functools import lru_cache
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,7 +24,6 @@ from adapters.argus.events import DAY, DELAYS, EventSplit, target_windows
 from adapters.argus.model import Argus, ArgusConfig
 from adapters.argus.training import BatchRule, EpochWindows, proposal
 from auto_research.baselines.linear_floor import choose, known_items
-from auto_research.data.interactions import load_interactions
 from auto_research.evaluate.serving import median_seconds
 from auto_research.experiment.context import Context
 from auto_research.experiment.contract import Experiment, Measurement, Units
@@ -34,7 +31,7 @@ from auto_research.experiment.studies import study
 from auto_research.metrics.cost import count_params, flops_of
 from auto_research.runtime.devices import device_for
 from auto_research.runtime.seeds import seed_everything
-from auto_research.train.fitting import FitBudget, fit_model
+from auto_research.train.fitting import FitBudget, fit_model, load_split, settings
 from auto_research.train.optimizer import AdamW
 from auto_research.train.state import StateFolder
 from auto_research.train.tuning import Trained, best_of_trials
@@ -47,25 +44,6 @@ PAIRS = 32
 SERVED = 64  # users whose vectors are timed together
 
 
-@lru_cache(maxsize=2)
-def _split(folder: str, modified_ns: int) -> EventSplit:
-    return EventSplit.build(load_interactions(folder))
-
-
-def load_split(ctx: Context) -> EventSplit:
-    """The split of the prepared data, cut to the budget's `users`."""
-    folder = Path(ctx.data("canonical"))
-    data = _split(str(folder.resolve()), (folder / "manifest.json").stat().st_mtime_ns)
-    users = ctx.budget.get("users")
-    return data.restrict(users) if users else data
-
-
-def settings(kind: type, ctx: Context, **more: Any) -> Any:
-    """A dataclass from the budget, the arm's switch and `more`, each beating the one before."""
-    values = {**ctx.budget, **(ctx.switch or {}), **more}
-    return kind(**{f.name: values[f.name] for f in fields(kind) if f.name in values})
-
-
 def build_model(config: ArgusConfig, data: EventSplit, device: torch.device) -> Argus:
     table = data.interactions
     genres, decade = torch.as_tensor(table.item_genres), torch.as_tensor(table.item_decade)
@@ -76,7 +54,7 @@ class Trainer:
     """Pre-training and fine-tuning of one arm's models on one device."""
 
     def __init__(self, ctx: Context, device: torch.device):
-        self.ctx, self.device, self.data = ctx, device, load_split(ctx)
+        self.ctx, self.device, self.data = ctx, device, load_split(ctx, EventSplit.build)
         self.rule = settings(BatchRule, ctx)
         self.log_q = proposal(self.data, self.rule).to(device)
 
@@ -270,7 +248,7 @@ def recent_counts(data: EventSplit, split: str, positions: np.ndarray) -> np.nda
 
 def linear_floor(ctx: Context, kind: str) -> Measurement:
     """EASE or item neighbours, fitted on the train part, scored from everything before the target."""
-    data = load_split(ctx)
+    data = load_split(ctx, EventSplit.build)
     table = data.interactions
     train = np.concatenate([[0], np.cumsum(data.index.train_row)])
     first, last = data.starts[data.everyone], data.starts[data.everyone + 1]
@@ -291,7 +269,7 @@ def linear_floor(ctx: Context, kind: str) -> Measurement:
 def floor(ctx: Context, score_of) -> Measurement:
     """A floor without parameters. score_of: data -> scorer."""
     device_for(ctx.device)
-    data = load_split(ctx)
+    data = load_split(ctx, EventSplit.build)
     score: Scorer = score_of(data)
     measured = retrieval(score, data)
     measured.validation = {"ndcg@10": ndcg(score, data, "valid")}

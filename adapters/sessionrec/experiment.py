@@ -4,9 +4,7 @@ What makes an arm differ is its `switch` in card.yaml; sizes are in the budget. 
 60 s sessions of `SessionSplit`, whatever an arm takes as a token.
 """
 
-from dataclasses import fields, replace
-from functools import lru_cache
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +17,6 @@ from adapters.sessionrec.evaluation import Scorer, measure, validation_metrics
 from adapters.sessionrec.model import SessionRec, SessionRecConfig
 from adapters.sessionrec.sessions import SessionSplit, TokenRule, TokenSequences, token_sequences
 from auto_research.baselines.linear_floor import choose, known_items
-from auto_research.data.interactions import load_interactions
 from auto_research.evaluate.serving import median_seconds
 from auto_research.experiment.context import Context
 from auto_research.experiment.contract import Experiment, Measurement
@@ -27,7 +24,7 @@ from auto_research.experiment.studies import study
 from auto_research.metrics.cost import count_params, flops_of
 from auto_research.runtime.devices import device_for
 from auto_research.runtime.seeds import seed_everything
-from auto_research.train.fitting import FitBudget, fit_model
+from auto_research.train.fitting import FitBudget, fit_model, load_split, settings
 from auto_research.train.state import StateFolder
 from auto_research.train.tuning import Trained, best_of_trials
 
@@ -36,25 +33,6 @@ experiment = Experiment("sessionrec")
 SELECTION = "ndcg@10"
 STUDY_EVENTS = (50, 100, 200)
 WARM_UP, TIMED = 1, 5
-
-
-@lru_cache(maxsize=2)
-def _split(folder: str, modified_ns: int) -> SessionSplit:
-    return SessionSplit.build(load_interactions(folder))
-
-
-def load_split(ctx: Context) -> SessionSplit:
-    """The split of the prepared data, cut to the budget's `users`."""
-    folder = Path(ctx.data("canonical"))
-    data = _split(str(folder.resolve()), (folder / "manifest.json").stat().st_mtime_ns)
-    users = ctx.budget.get("users")
-    return data.restrict(users) if users else data
-
-
-def settings(kind: type, ctx: Context, **more: Any) -> Any:
-    """A dataclass from the budget, the arm's switch and `more`, each beating the one before."""
-    values = {**ctx.budget, **(ctx.switch or {}), **more}
-    return kind(**{f.name: values[f.name] for f in fields(kind) if f.name in values})
 
 
 def rule_of(ctx: Context) -> TokenRule:
@@ -97,7 +75,7 @@ def model_scorer(model: SessionRec, data: SessionSplit, rule: TokenRule, device:
 
 def train(ctx: Context, device: torch.device) -> Measurement:
     """Tune, train and measure one arm."""
-    data, rule = load_split(ctx), rule_of(ctx)
+    data, rule = load_split(ctx, SessionSplit.build), rule_of(ctx)
     sequences = token_sequences(data, rule, "valid", targets=True)
     draws, budget = settings(Draws, ctx), FitBudget.of(ctx.budget)
     share = target_share(sequences, data.n_items, draws.single).to(device)
@@ -189,7 +167,7 @@ def studies(model: SessionRec, data: SessionSplit, rule: TokenRule, device: torc
 
 def linear_floor(ctx: Context, kind: str) -> Measurement:
     """EASE or item neighbours over the items of the sessions before the target session."""
-    data = load_split(ctx)
+    data = load_split(ctx, SessionSplit.build)
 
     def history(split: str, positions: np.ndarray, everything: bool) -> sparse.csr_matrix:
         return known_items(data.interactions, data.first[positions], data.target(split)[positions, 0], everything)
@@ -207,7 +185,7 @@ def linear_floor(ctx: Context, kind: str) -> Measurement:
 @experiment.arm
 def popularity(ctx: Context) -> Measurement:
     device_for(ctx.device)
-    data = load_split(ctx)
+    data = load_split(ctx, SessionSplit.build)
     counts = data.popularity(positive=True).astype(np.float64)
     return measure(lambda split, positions: np.tile(counts, (len(positions), 1)), data)
 

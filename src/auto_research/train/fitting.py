@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from auto_research.data.interactions import Interactions, load_interactions
 from auto_research.train.loop import Plan, fit
 from auto_research.train.optimizer import adamw, warmup_cosine
 from auto_research.train.state import StateFolder
@@ -37,6 +40,28 @@ class FitBudget:
     def of(cls, budget: Mapping[str, Any], **overrides: Any) -> FitBudget:
         """From a card's budget; `overrides` win, other keys of the budget are left alone."""
         return cls(**({f.name: budget[f.name] for f in fields(cls) if f.name in budget} | overrides))
+
+
+@lru_cache(maxsize=2)
+def _split(build: Callable[[Interactions], Any], folder: str, modified_ns: int) -> Any:
+    return build(load_interactions(folder))
+
+
+def load_split(ctx: Context, build: Callable[[Interactions], Any]) -> Any:
+    """build(canonical interactions), cut to the budget's `users` by its `restrict`. Built once per process."""
+    folder = Path(ctx.data("canonical"))
+    data = _split(build, str(folder.resolve()), (folder / "manifest.json").stat().st_mtime_ns)
+    users = ctx.budget.get("users")
+    return data.restrict(users) if users else data
+
+
+def settings(kind: type, ctx: Context, **more: Any) -> Any:
+    """The dataclass `kind` from budget, the arm's switch and `more`, each beating the one before.
+
+    Unlike `ctx.configured`, keys of the switch that belong to another dataclass are left alone.
+    """
+    values = {**ctx.budget, **(ctx.switch or {}), **more}
+    return kind(**{f.name: values[f.name] for f in fields(kind) if f.name in values})
 
 
 def fit_model(
