@@ -55,7 +55,7 @@ class HyFormerConfig:
     """Sizes, slots and ablation switches.
 
     tokens M, queries N_q per sequence, width D (a multiple of T = 2 N_q + M for the shuffle), layers, heads of attention,
-    expansion of every feed-forward layer, history L of each sequence, head_hidden.
+    expansion of every feed-forward layer, history L of each sequence, head_hidden, field: width of an embedded field.
     boosting: mix | identity (Z' = Z); sequences: split | merged (all queries read both); keys: layerwise | shared (K, V of
     the first layer for all layers); candidate: token | dot (only in a final dot product).
     """
@@ -69,6 +69,7 @@ class HyFormerConfig:
     head_hidden: int = 128
     history: int = 50
     dropout: float = 0.2
+    field: int = 16
     ns_tokenizer: str = "semantic"
     sequence_reducer: str = "identity"
     query_generator: str = "mlp"
@@ -161,7 +162,7 @@ class Inputs(nn.Module):
 
     def __init__(self, config: HyFormerConfig, vocab: dict[str, int], item_genres: Tensor):
         super().__init__()
-        self.config, self.encoder = config, RequestEncoder(vocab, item_genres)
+        self.config, self.encoder = config, RequestEncoder(vocab, item_genres, field=config.field)
         e, width = self.encoder, config.width
         self.request_widths = (e.user_width, e.request_width - e.user_width)  # user 80, context and statistics 64
         self.pair_widths = (4 * e.field, e.field)  # candidate 64, cross 16

@@ -35,7 +35,8 @@ TASKS = 3  # engage, like, love
 
 @dataclass(frozen=True)
 class MixFormerConfig:
-    """Sizes and switches. user_heads N_U, item_heads N_G, width D (a multiple of N for the shuffle), blocks, history L.
+    """Sizes and switches. user_heads N_U, item_heads N_G, width D (a multiple of N for the shuffle), blocks, history L,
+    field: width of an embedded field.
 
     decoupled: UI-MixFormer.  mixing: shuffle | attention | identity (P = X); sequence: attention | mean (one summary for all heads);
     fusion: swiglu | identity; heads: pieces | joint (one Linear of everything, reshaped); pooling: flatten | mean.
@@ -49,6 +50,7 @@ class MixFormerConfig:
     head_hidden: int = 128
     history: int = 50
     dropout: float = 0.2
+    field: int = 16
     decoupled: bool = False
     mixing: str = "shuffle"
     sequence: str = "attention"
@@ -271,7 +273,7 @@ class MixFormer(nn.Module):
 
     def __init__(self, config: MixFormerConfig, vocab: dict[str, int], item_genres: Tensor):
         super().__init__()
-        self.config, self.encoder = config, RequestEncoder(vocab, torch.as_tensor(item_genres))
+        self.config, self.encoder = config, RequestEncoder(vocab, item_genres, field=config.field)
         e, whole = self.encoder, config.count * config.width
         self.dropout = Dropout(config.dropout)
         self.events, self.null = nn.Linear(e.event_width, whole), NullEvent(whole)

@@ -39,7 +39,7 @@ class Stacked(nn.Module):
 
     def __init__(self, config: MixFormerConfig, vocab: dict[str, int], item_genres: Tensor, hidden: int):
         super().__init__()
-        self.encoder = RequestEncoder(vocab, torch.as_tensor(item_genres))
+        self.encoder = RequestEncoder(vocab, item_genres, field=config.field)
         e, width = self.encoder, config.count * config.width // 2  # gives it MixFormer's share of sequence parameters
         self.dropout = Dropout(config.dropout)
         self.events, self.target, self.null = (

@@ -109,6 +109,7 @@ def dcnv2_din(ctx: Context) -> Measurement:
             table.vocab,
             torch.as_tensor(table.item_genres),
             history=config.history,
+            field=config.field,
             hidden=ctx.budget.get("cross_hidden", HIDDEN),
             dropout=config.dropout,
             sequences=SEQUENCES,
