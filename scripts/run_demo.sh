@@ -35,20 +35,22 @@ demo_option() {
     printf '%s' "$value"
 }
 
-# Cores divided by workers, at least 1, at most 16
+# Cores divided by workers, at least 1, at most 16. Fewer workers than the platform's own number ($2) change nothing: sums
+# round differently with another thread count, and the same seed is to give the same candidates with 1 worker and with 2.
 demo_threads() {
-    local threads=$(($(bootstrap_cores) / $1))
+    local workers=$(($1 > $2 ? $1 : $2))
+    local threads=$(($(bootstrap_cores) / workers))
     [ "$threads" -ge 1 ] || threads=1
     [ "$threads" -le 16 ] || threads=16
     echo "$threads"
 }
 
 run_demo() {
-    local environment device workers threads track="${DEMO_TRACK:-recommendation}" profile="${DEMO_PROFILE:-quick}"
+    local environment device workers usual threads track="${DEMO_TRACK:-recommendation}" profile="${DEMO_PROFILE:-quick}"
     case "$DEMO_PLATFORM" in
-    mac) environment=mps device="${DEMO_DEVICE:-auto}" workers="${DEMO_WORKERS:-1}" ;;
-    linux-gpu) environment=cuda device="${DEMO_DEVICE:-cuda:0}" workers="${DEMO_WORKERS:-1}" ;;
-    *) environment=cpu device="${DEMO_DEVICE:-cpu}" workers="${DEMO_WORKERS:-2}" ;;
+    mac) environment=mps device="${DEMO_DEVICE:-auto}" usual=1 ;;
+    linux-gpu) environment=cuda device="${DEMO_DEVICE:-cuda:0}" usual=1 ;;
+    *) environment=cpu device="${DEMO_DEVICE:-cpu}" usual=2 ;;
     esac
     cd "$BOOTSTRAP_ROOT" || return 2
     demo_one_of DEMO_PROFILE "$profile" quick full || return 2
@@ -61,9 +63,9 @@ run_demo() {
     fi
 
     device="$(demo_option --device "$device" "$@")"
-    workers="$(demo_option --workers "$workers" "$@")"
+    workers="$(demo_option --workers "${DEMO_WORKERS:-$usual}" "$@")"
     demo_count DEMO_WORKERS "$workers" || return 2
-    threads="$(demo_option --cpu-threads "${DEMO_CPU_THREADS:-$(demo_threads "$workers")}" "$@")"
+    threads="$(demo_option --cpu-threads "${DEMO_CPU_THREADS:-$(demo_threads "$workers" "$usual")}" "$@")"
     demo_count DEMO_CPU_THREADS "$threads" || return 2
 
     BOOTSTRAP_REINSTALL="${DEMO_REINSTALL:-0}"

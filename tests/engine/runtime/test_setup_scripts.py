@@ -95,15 +95,18 @@ def test_a_wrong_variable_is_one_line_before_any_set_up(variables, line, platfor
 
 
 def test_threads_are_cores_over_workers_between_1_and_16():
-    script = 'source scripts/run_demo.sh; bootstrap_cores() { echo "$CORES"; }; demo_threads "$1"'
-    for cores, workers, threads in [
-        ("2", "2", "1"),
-        ("2", "4", "1"),
-        ("8", "2", "4"),
-        ("128", "1", "16"),
-        ("7", "2", "3"),
+    script = 'source scripts/run_demo.sh; bootstrap_cores() { echo "$CORES"; }; demo_threads "$1" "$2"'
+    for cores, workers, usual, threads in [
+        ("2", "2", "2", "1"),
+        ("2", "1", "2", "1"),  # as with two workers: the same numbers
+        ("2", "1", "1", "2"),
+        ("2", "4", "2", "1"),
+        ("8", "2", "2", "4"),
+        ("8", "4", "2", "2"),
+        ("128", "1", "1", "16"),
+        ("7", "2", "2", "3"),
     ]:
-        assert bash(script, workers, CORES=cores).stdout.strip() == threads
+        assert bash(script, workers, usual, CORES=cores).stdout.strip() == threads
 
 
 def test_trailing_arguments_win():
