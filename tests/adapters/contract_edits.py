@@ -25,7 +25,10 @@ class OwnSplit(Protocol):
     """A split that an adapter makes itself out of canonical interactions; `len` counts the users that are scored.
 
     Its arms show it to the observer as `data`, with `score(data, split, positions) -> [B, n_items + 1]`, positions being
-    int64[B] of its users.
+    int64[B] of its users. A split that cuts the canonical order by position, as leave-two-out does, has
+    `inside_seconds = True`: its cuts may lie between two ratings of one second, whose order holds no information.
+    A split whose targets move when ratings are mirrored on the scale may have `other_ratings() -> float32[N]`, what edits
+    put in place of a rating.
     """
 
     interactions: Interactions
@@ -96,6 +99,14 @@ def changed(item: np.ndarray, rating: np.ndarray, rows: np.ndarray) -> tuple[np.
     return item, rating
 
 
+def other_ratings(data: OwnSplit, rows: np.ndarray) -> np.ndarray:
+    """Ratings with those of `rows` changed, fixed ones kept."""
+    table = data.interactions
+    if hasattr(data, "other_ratings"):
+        return np.where(rows & ~data.fixed(), data.other_ratings(), table.rating)
+    return np.where(rows & ~data.fixed(), 6 - table.rating, table.rating)
+
+
 def other_future(data: OwnSplit, split: str) -> OwnSplit:
     """Other items and ratings wherever no score of `split` may look, the targets in the same places."""
     return data.edited(**_kept(data, data.hidden(split)))
@@ -108,9 +119,8 @@ def other_past(data: OwnSplit) -> OwnSplit:
 
 
 def _kept(data: OwnSplit, rows: np.ndarray) -> dict[str, np.ndarray]:
-    table = data.interactions
-    item, rating = changed(table.item, table.rating, rows)
-    return {"item": item, "rating": np.where(data.fixed(), table.rating, rating)}
+    item, _ = changed(data.interactions.item, data.interactions.rating, rows)
+    return {"item": item, "rating": other_ratings(data, rows)}
 
 
 def blind_spot(data: OwnSplit) -> str:
@@ -123,7 +133,8 @@ def blind_spot(data: OwnSplit) -> str:
             return f"not every scored user has hidden {split} rows"
         if (hidden[:-1] & ~hidden[1:] & same_user).any():
             return f"a user's hidden {split} rows end before the last rating"
-        if (~hidden[:-1] & hidden[1:] & same_user & (second[1:] == second[:-1])).any():
+        by_time = not getattr(data, "inside_seconds", False)
+        if by_time and (~hidden[:-1] & hidden[1:] & same_user & (second[1:] == second[:-1])).any():
             return f"the hidden {split} rows begin inside a second"
         if data.fixed()[hidden].mean() > 0.5:
             return f"most ratings of the hidden {split} rows are fixed"
@@ -167,11 +178,11 @@ class EditedFolders:
         tables = read_tables(self.prepared / "canonical", TABLES)
         column = {name: tables["ratings"][name].to_numpy() for name in tables["ratings"].column_names}
         rows = tested_rows(data, column["user"])
-        fixed = data.fixed() if isinstance(data, OwnSplit) else np.zeros_like(rows)
-        root = self.folder / hashlib.sha256(rows.tobytes() + fixed.tobytes()).hexdigest()[:12]
+        item, rating = changed(column["item"], column["rating"], rows)
+        if isinstance(data, OwnSplit):
+            rating = other_ratings(data, rows)
+        root = self.folder / hashlib.sha256(rows.tobytes() + rating.tobytes()).hexdigest()[:12]
         if not root.is_dir():
-            item, rating = changed(column["item"], column["rating"], rows)
-            rating = np.where(fixed, column["rating"], rating)
             self._write(root / self.dataset, tables, column | {"item": item, "rating": rating})
         return root
 

@@ -152,6 +152,26 @@ def test_a_split_that_hides_too_little_is_found(where, message):
         check(runs(split, scorer()))
 
 
+def test_a_split_in_canonical_order_may_hide_part_of_a_second():
+    table = synthetic.interactions(users=6, ratings=20)
+    time = table.timestamp.reshape(6, 20).copy()
+    time[:, -2:] = time[:, -1:]
+    split = HidesLess(table.edited(timestamp=time.ravel()))
+    object.__setattr__(split, "where", "second")
+    object.__setattr__(split, "inside_seconds", True)
+    assert "second" not in blind_spot(split)
+
+
+def test_a_split_may_say_what_ratings_become(data):
+    split = replace(data)
+    object.__setattr__(split, "other_ratings", lambda: np.full(len(data.interactions), 2.5, dtype=np.float32))
+    hidden, edited = data.hidden("test"), other_future(split, "test").interactions
+    assert (edited.rating[hidden] == 2.5).all()
+    assert np.array_equal(edited.rating[~hidden], data.interactions.rating[~hidden])
+    mirrored = other_future(data, "test").interactions
+    assert np.array_equal(mirrored.rating[hidden], 6 - data.interactions.rating[hidden])
+
+
 def test_edits_are_where_they_should_be(data):
     table = data.interactions
     for split in ("valid", "test"):
