@@ -56,10 +56,11 @@ def test_growing_from_three_to_five_reuses_everything_and_equals_five_at_once(th
     shutil.copytree(three.work, search.work, dirs_exist_ok=True)
     before = search.contents()
     text = search.run("generations=5")
-    assert {rule: text.count(f"(Rule: {rule})") for rule in ("trial", "select", "final_test")} == {
+    assert {rule: text.count(f"(Rule: {rule})") for rule in ("trial", "select", "final_test", "floors_test")} == {
         "trial": sum(record["status"] == "run" for g in (4, 5) for record in search.records(g)),
         "select": 2,
-        "final_test": 3,
+        "final_test": 2,
+        "floors_test": 1,
     }
     after = search.contents()
     changed = [name for name in before if name != "generations.txt" and after[name] != before[name]]
@@ -153,7 +154,7 @@ def test_a_finished_sealed_test_is_never_computed_again(three, search):
     os.utime(search.folder / "sealed/manifest.json")
     (search.folder / "final/g3/index.html").unlink()
     text = search.run()
-    assert "(Rule: final_test)" not in text
+    assert "(Rule: final_test)" not in text and "(Rule: floors_test)" not in text
     assert {path: path.read_bytes() for path in tests} == tests
 
 
