@@ -8,7 +8,7 @@ import pytest
 import synthetic
 import torch
 
-from adapters.genrank.efficiency import efficiency_studies, longest_windows
+from adapters.genrank.efficiency import KERNELS, efficiency_studies, longest_windows
 from adapters.genrank.model import CHOICES, PREFIX, GenRank, GenRankConfig
 from adapters.genrank.windows import EpochWindows, WindowTable, _windows
 from auto_research.blocks.attention_bias import Alibi, RelativeBias
@@ -429,3 +429,21 @@ def test_interleaving_nearly_doubles_the_cost_and_the_bias_kind_costs_no_product
     flops = [found["window_flops"]["lines"][""][-1][1] for found in (action, both, relative)]
     assert flops[1] > 1.1 * flops[0]
     assert flops[2] == flops[0]
+    for name in ("train_step_ms", "request_ms"):
+        lines = action[name]["lines"]
+        assert list(lines) == list(KERNELS)
+        assert [[x for x, _ in points] for points in lines.values()] == [[16, 28]] * 2
+
+
+def test_eager_timings_use_the_plain_products(table):
+    model = build(table).eval()
+    batch = table.window_batch(longest_windows(table, 16, 2), negatives=1, rng=np.random.default_rng(0))
+
+    def kernels(name: str) -> set[str]:
+        with KERNELS[name](), torch.no_grad(), torch.profiler.profile() as seen:
+            model(batch)
+        return {event.key for event in seen.key_averages() if "scaled_dot_product" in event.key}
+
+    plain = "aten::_scaled_dot_product_attention_math"
+    assert plain in kernels("eager")
+    assert plain not in kernels("kernel chosen by the library")
