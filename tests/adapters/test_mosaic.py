@@ -3,6 +3,7 @@
 import copy
 import hashlib
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,9 +11,10 @@ import synthetic
 import torch
 from torch import nn
 
+import adapters.mosaic.fleet
 from adapters.mosaic.data import MosaicTable, earlier_fraction, item_authors, item_surfaces, labels_of, rated_labels
 from adapters.mosaic.downstream import CoTraining, Downstream
-from adapters.mosaic.fleet import export_vectors, load_specialist, save_specialist
+from adapters.mosaic.fleet import export_vectors, load_specialist, save_specialist, train_specialist
 from adapters.mosaic.fleet_report import normalised_entropy, zero_out
 from adapters.mosaic.relations import (
     CompositeHead,
@@ -30,8 +32,10 @@ from adapters.mosaic.towers import SPECIALISTS, Catalogue, JointTower, MoEFeedFo
 from adapters.mosaic.upstream import UpstreamConfig, UpstreamModel, upstream_model
 from auto_research.data.requests import RequestTable
 from auto_research.evaluate.ctr import split_pairs
+from auto_research.experiment.context import Budget
 from auto_research.runtime.files import sha256_bytes
 from auto_research.train.ctr import request_loss, training_loss
+from auto_research.train.loop import Fitted
 
 SMALL = TowerConfig(
     user_width=8, history=9, field=4, token_width=8, layers=2, heads=2, expansion=1, hidden=12, dropout=0.0
@@ -263,6 +267,27 @@ def test_cotrain_tower_gets_the_downstream_gradient_before_its_freeze(table, cat
     frozen = downstream(table, catalogue, [copy.deepcopy(tower)])
     request_loss(frozen(training_batch(table)), training_batch(table)).backward()
     assert all(not p.requires_grad for p in frozen.fleet.parameters())
+
+
+@pytest.mark.parametrize(
+    ("cotrain_rows", "model", "start", "stop"), [(True, CoTraining, 0.5, 0.8), (False, UpstreamModel, 0.0, 0.5)]
+)
+def test_cotrain_can_train_upstream_on_earlier_rows(table, catalogue, monkeypatch, cotrain_rows, model, start, stop):
+    seen = {}
+
+    def fit(ctx, trained, rows, device, kind):
+        seen.update(model=trained, rows=rows)
+        return Fitted([], 1, {}, 0, 0.0, 0.0)
+
+    monkeypatch.setattr(adapters.mosaic.fleet, "_fit", fit)
+    ctx = SimpleNamespace(seed=0, budget=Budget({"cross_layers": 1, "cross_hidden": 12}))
+    options = {"towers": SMALL, "config": PLAIN, "cotrain_rows": cotrain_rows}
+    tower, _ = train_specialist(ctx, "cotrain", table, catalogue, [], CPU, **options)
+    assert type(seen["model"]) is model
+    assert seen["model"].tower is tower
+    requests = seen["rows"].requests("train")
+    assert set(requests) == set(table.between(start, stop).requests("train"))
+    assert len(requests) < len(table.requests("train"))
 
 
 def test_cotrain_reads_deployed_vectors_in_its_penalty_only(table, catalogue):
