@@ -115,9 +115,10 @@ def run_stage(
         context.out.mkdir(parents=True)
     device = resolve_device(stage.device)
     reset_peak_memory(device)
-    started = time.perf_counter()
+    started, cpu = time.perf_counter(), time.process_time()
     returned = experiment.stage(stage.kind, stage.name)(context)
     cost = {"seconds": time.perf_counter() - started, "peak_memory_bytes": peak_memory(device)}
+    cost["stage_cpu_seconds"] = time.process_time() - cpu  # of this process: what a killed one spent is not in it
     record = stage.identity | {"fingerprint": fingerprint, "inputs": inputs, "runtime": runtime_facts(stage.device)}
     if stage.kind == "artifact":
         _write_manifest(stage, record, context.out, cost)

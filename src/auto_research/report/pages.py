@@ -158,7 +158,18 @@ def results_page(results: list[dict[str, Any]]) -> str:
             f"## Leaderboard: {task} on {dataset}",
             table(["rank", "adapter", "arm", "role", "seeds", *names, "95% interval"], cells, left=4),
         ]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join([*parts, *_minutes(results)]) + "\n"
+
+
+def _minutes(results: list[dict[str, Any]]) -> list[str]:
+    """What every adapter costs at this tier: CPU minutes with one seed for every arm, and with all seeds."""
+    rows = []
+    for result in results:
+        spent = result.get("cpu_minutes")
+        shown = [f"{spent[name]:.1f}" if spent else "-" for name in ("tuning_seed", "all_seeds")]
+        rows.append([f"`{result['adapter']}`", result["dataset"], result["tier"], str(len(result["arms"])), *shown])
+    head = ["adapter", "data", "tier", "arms", "CPU minutes, one seed", "all seeds"]
+    return ["## Minutes", table(head, rows, left=3)] if rows else []
 
 
 def leaderboard(results: list[dict[str, Any]], metric: str | None = None) -> list[dict[str, Any]]:

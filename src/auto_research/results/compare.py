@@ -21,7 +21,7 @@ from auto_research.results.verdict import (
     relative_improvement,
     verdict,
 )
-from auto_research.runtime.files import write_json, write_text
+from auto_research.runtime.files import read_json, write_json, write_text
 from auto_research.runtime.schema import validate
 
 SCHEMA_VERSION = 2
@@ -41,6 +41,8 @@ def write_result(
     records = load_arms(card, layout, fingerprints, seeds)
     result = build_result(card, layout, records, fingerprint or fingerprints.compare(card.key))
     result["code"] |= git_commit(fingerprints.root)
+    if minutes := cpu_minutes(card, layout, records):
+        result["cpu_minutes"] = minutes
     validate(result, "result")
     write_text(layout.report, markdown.report(result))
     write_text(layout.curves, curves.svg(result, training_curves(card, records)))
@@ -84,6 +86,25 @@ def build_result(card: Card, layout: Layout, records: Records, fingerprint: str)
         "claim": comparisons[0]["verdict"],
         "claim_reason": f"{comparisons[0]['arm']} against {comparisons[0]['against']}: {comparisons[0]['reason']}",
     }
+
+
+def cpu_minutes(card: Card, layout: Layout, records: Records) -> dict[str, float] | None:
+    """CPU minutes of all arms and their artifacts, on the tuning seed and on all seeds; None where one is not known."""
+    spent: dict[int, list[float | None]] = {}
+    for by_seed in records.values():
+        for seed, record in by_seed.items():
+            spent.setdefault(seed, []).append(record["measurement"]["cost"].get("stage_cpu_seconds"))
+    arms = {seed: [name for name, found in records.items() if seed in found] for seed in spent}
+    for seed, values in spent.items():
+        for artifact in card.artifact_order(arms[seed]):
+            path = layout.output("artifact", artifact, seed)
+            cost = read_json(path).get("cost", {}) if path.is_file() else {}
+            values.append(cost.get("stage_cpu_seconds"))
+    if not spent or any(value is None for values in spent.values() for value in values):
+        return None
+    tuning = card.tuning_seed(layout.tier)
+    total = {seed: sum(values) / 60 for seed, values in spent.items()}
+    return {"tuning_seed": round(total.get(tuning, 0.0), 2), "all_seeds": round(sum(total.values()), 2)}
 
 
 def training_curves(card: Card, records: Records) -> dict[str, list[dict]]:

@@ -151,7 +151,7 @@ def _study(name: str, study: dict) -> tuple[int, str]:
     for tick in up.ticks():
         parts.append(_text(LEFT - 6, up(tick) + 4, f"{tick:g}", anchor="end", colour="#666666"))
         parts.append(_line(LEFT, up(tick), WIDTH - RIGHT, up(tick), "#eeeeee"))
-    for index, (label, line) in enumerate(study["lines"].items()):
+    for index, line in enumerate(study["lines"].values()):
         colour, dash = COLOURS[index % len(COLOURS)], "5 3" if index >= len(COLOURS) else "none"
         path = " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in line)
         style = f'fill="none" stroke="{colour}" stroke-width="2" stroke-dasharray="{dash}"'

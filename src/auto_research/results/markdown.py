@@ -144,6 +144,8 @@ def _provenance(result: dict[str, Any]) -> str:
         f"* seeds: {_joined(result['seeds'])}",
         f"* runtime: {runtime}",
     ]
+    if minutes := result.get("cpu_minutes"):
+        lines.append(f"* CPU minutes: {minutes['tuning_seed']:.1f} with one seed, {minutes['all_seeds']:.1f} with all")
     return "\n".join(lines)
 
 

@@ -89,6 +89,9 @@ def test_leaderboard_ranks_floors_and_losers_too(result):
     text = results_page([result | {"file": "din.json"}])
     assert "no difference" in text
     assert "`lost`" in text
+    assert "| `din` | movielens-100k | standard | 3 | - | - |" in text
+    minutes = {"cpu_minutes": {"tuning_seed": 12.34, "all_seeds": 20.0}}
+    assert "| 12.3 | 20.0 |" in results_page([result | minutes | {"file": "din.json"}])
 
 
 def test_paper_page_shows_results_with_interval_and_pending_gpu(result):

@@ -11,7 +11,7 @@ from auto_research.experiment.contract import Measurement, Units
 from auto_research.experiment.fingerprint import Fingerprints
 from auto_research.experiment.layout import Layout
 from auto_research.experiment.stages import Stage, write_arm
-from auto_research.results.compare import write_result
+from auto_research.results.compare import cpu_minutes, write_result
 from auto_research.results.partial import write_partial
 from auto_research.results.records import StaleOutput
 from auto_research.runtime.errors import ConfigError, CorruptFile, DataMissing
@@ -54,6 +54,25 @@ def put(card, layout, prints, arm, seed, level, fingerprint=None):
         notes=["popularity is weak"] if arm == "slow" else [],
     )
     write_arm(stage, record, measured)
+
+
+def test_minutes_are_summed_over_arms_and_artifacts_or_left_out(finished):
+    card, layout, prints = finished
+    assert "cpu_minutes" not in write_result(card, layout, prints)  # the arms say nothing of their time
+    seconds = {"popularity": 6, "slow": 60, "plain": 24}
+    records = {
+        arm: {seed: {"measurement": {"cost": {"stage_cpu_seconds": spent + seed - 42}}} for seed in (42, 43, 44)}
+        for arm, spent in seconds.items()
+    }
+    artifacts = card.artifact_order(list(LEVELS))
+    assert artifacts
+    assert cpu_minutes(card, layout, records) is None  # nor do the artifacts
+    for name in artifacts:
+        for seed in (42, 43, 44):
+            write_json(layout.output("artifact", name, seed), {"cost": {"stage_cpu_seconds": 30}})
+    one = (90 + 30 * len(artifacts)) / 60
+    total = 3 * one + 9 / 60
+    assert cpu_minutes(card, layout, records) == {"tuning_seed": round(one, 2), "all_seeds": pytest.approx(total)}
 
 
 def test_three_seeds_an_interval_and_floors_make_a_claim(finished):
