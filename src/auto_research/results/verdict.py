@@ -18,7 +18,21 @@ from auto_research.metrics.bootstrap import (
 from auto_research.metrics.ctr import row_logloss
 
 LOWER_IS_BETTER = frozenset(
-    {"logloss", "loss", "bits_per_byte", "perplexity", "rmse", "mae", "head_share@10", "error", "latency_ms", "ne", "feedback_ne", "nip_loss"}
+    {
+        "logloss",
+        "loss",
+        "bits_per_byte",
+        "perplexity",
+        "rmse",
+        "mae",
+        "head_share@10",
+        "error",
+        "latency_ms",
+        "ne",
+        "feedback_ne",
+        "nip_loss",
+    }
+    | {"ntp_val_loss", "val_ntp_loss", "dislike_hit@10", "max_grad_norm_rl", "kl_to_sft", "short_lists"}
 )
 MIN_SEEDS = 3
 NEVER_A_RESULT = ("tiny", "smoke")
