@@ -31,7 +31,8 @@ SUMMARIES = 3
 
 @dataclass(frozen=True)
 class RankMixerConfig:
-    """Sizes and slots. tokens T, width D (a multiple of T), blocks N, expansion k, history L.
+    """Sizes and slots. tokens T, width D (a multiple of T), blocks N, expansion k, history L,
+    field: width of an embedded field.
 
     seq_summary: default | longer | longer_small; token_mixer: rankmixer | unimixer | attention | identity;
     channel: pffn | swiglu_pffn | shared | shared_wide | smoe | smoe_dtsi | smoe_topk; norm: post | pre;
@@ -55,6 +56,7 @@ class RankMixerConfig:
     expert_expansion: int = 2
     rho: float = 0.5
     dropout: float = 0.2
+    field: int = 16
 
     def __post_init__(self):
         if self.width % self.tokens:
@@ -103,7 +105,7 @@ class RankerInput(nn.Module):
 
     def __init__(self, config: RankMixerConfig, vocab: dict[str, int], item_genres: Tensor):
         super().__init__()
-        self.encoder = RequestEncoder(vocab, item_genres)
+        self.encoder = RequestEncoder(vocab, item_genres, field=config.field)
         encoder, slot = self.encoder, SEQUENCE_SUMMARIES[config.seq_summary]
         sizes = {"longest": config.history, "unit_hidden": tuple(config.unit_hidden)}
         self.summary = slot(encoder.event_width, encoder.user_width, config.width, **sizes)
