@@ -53,6 +53,9 @@ def read_yaml(path: Path) -> Any:
         raise ConfigError(f"{path}: {error}") from error
 
 
+USUAL_PROTOCOLS = {"ctr": "request table", "next_item": "leave-two-out"}
+
+
 @dataclass(frozen=True)
 class Card:
     """One validated card.
@@ -111,6 +114,11 @@ class Card:
     @property
     def direction(self) -> str:
         return self.facts["metrics"]["direction"]
+
+    def protocol(self, arm: str) -> str:
+        """What the arm's numbers are measured on; arms of equal protocol, task and data set can be ranked together."""
+        usual = USUAL_PROTOCOLS.get(self.facts["task"], self.facts["task"])
+        return self.arms[arm].get("protocol") or self.facts.get("protocol") or usual
 
     @property
     def metrics(self) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from auto_research.experiment.card import Card
 from auto_research.results.markdown import arms_table, interval, number, report, table
@@ -139,8 +139,8 @@ def results_page(results: list[dict[str, Any]]) -> str:
             f"Details: [page](../papers/{result['adapter']}.md).",
             arms_table(result),
         ]
-    for task, dataset in sorted({(r["card"]["task"], r["dataset"]) for r in results}):
-        rows = leaderboard([r for r in results if (r["card"]["task"], r["dataset"]) == (task, dataset)])
+    for group in boards(results):
+        rows = leaderboard(of_board(results, group), protocol=group.protocol)
         names = [row["metric"] for row in rows[:1]]
         cells = [
             [
@@ -155,7 +155,7 @@ def results_page(results: list[dict[str, Any]]) -> str:
             for i, r in enumerate(rows)
         ]
         parts += [
-            f"## Leaderboard: {task} on {dataset}",
+            f"## Leaderboard: {group.title}",
             table(["rank", "adapter", "arm", "role", "seeds", *names, "95% interval"], cells, left=4),
         ]
     return "\n\n".join([*parts, *_minutes(results)]) + "\n"
@@ -172,8 +172,40 @@ def _minutes(results: list[dict[str, Any]]) -> list[str]:
     return ["## Minutes", table(head, rows, left=3)] if rows else []
 
 
-def leaderboard(results: list[dict[str, Any]], metric: str | None = None) -> list[dict[str, Any]]:
-    """Every arm of every result, best first on `metric` (default: the primary metric most results share)."""
+class Board(NamedTuple):
+    """Arms that can be ranked together: one task, protocol, data set and tier."""
+
+    task: str
+    protocol: str | None
+    dataset: str
+    tier: str
+
+    @property
+    def title(self) -> str:
+        how = f" ({self.protocol})" if self.protocol else ""
+        return f"{self.task}{how} on {self.dataset}, {self.tier} tier"
+
+
+def boards(results: list[dict[str, Any]]) -> list[Board]:
+    """The leaderboards that the results fill."""
+    found = {
+        (r["card"]["task"], arm.get("protocol") or "", r["dataset"], r["tier"])
+        for r in results
+        for arm in r["arms"].values()
+    }
+    return [Board(task, protocol or None, dataset, tier) for task, protocol, dataset, tier in sorted(found)]
+
+
+def of_board(results: list[dict[str, Any]], board: Board) -> list[dict[str, Any]]:
+    """Results of the board's task, data set and tier."""
+    wanted = (board.task, board.dataset, board.tier)
+    return [r for r in results if (r["card"]["task"], r["dataset"], r["tier"]) == wanted]
+
+
+def leaderboard(
+    results: list[dict[str, Any]], metric: str | None = None, *, protocol: str | None = None
+) -> list[dict[str, Any]]:
+    """Every arm of every result that has the protocol, best first on `metric` (default: the primary metric most results share)."""
     if not results:
         return []
     names = [r["metrics"]["primary"] for r in results]
@@ -183,7 +215,7 @@ def leaderboard(results: list[dict[str, Any]], metric: str | None = None) -> lis
     for result in results:
         for name, arm in result["arms"].items():
             value = arm["metrics"].get(chosen)
-            if value is None:
+            if value is None or arm.get("protocol") != protocol:
                 continue
             rows.append(
                 {

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from auto_research.experiment.card import Card
-from auto_research.report.pages import leaderboard, paper_url
+from auto_research.report.pages import boards, leaderboard, of_board, paper_url
 from auto_research.runtime.files import write_text
 
 
@@ -23,22 +23,16 @@ def write_site(cards: dict[str, Card], results: list[dict[str, Any]], out: Path,
         loader=PackageLoader("auto_research.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
     rows = [_card_row(card, results) for card in cards.values()]
-    groups = sorted({(r["card"]["task"], r["dataset"], r["tier"]) for r in results})
-    boards = [
+    ranked = [
         {
-            "name": f"{task} on {dataset}, {tier} tier",
-            "rows": _with_topics(
-                leaderboard(
-                    [r for r in results if (r["card"]["task"], r["dataset"], r["tier"]) == (task, dataset, tier)]
-                ),
-                cards,
-            ),
+            "name": board.title,
+            "rows": _with_topics(leaderboard(of_board(results, board), protocol=board.protocol), cards),
         }
-        for task, dataset, tier in groups
+        for board in boards(results)
     ]
     page = environment.get_template("site.html.j2").render(
         cards=rows,
-        boards=boards,
+        boards=ranked,
         searches=_links(root, out, "results/evolve/*/*/final/*/index.html"),
         audits=_links(root, out, "results/audit/*/summary.html"),
         reports=_links(root, out, "results/reproduce/*/*/*/report.md"),

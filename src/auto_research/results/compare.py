@@ -166,10 +166,13 @@ def _compare(card: Card, tier: str, records: Records, floors: dict, pair: dict) 
 def _arm(card: Card, name: str, found: dict[int, dict], floors: dict) -> dict[str, Any]:
     measured = {seed: record["measurement"] for seed, record in found.items()}
     first = next(iter(measured.values()))
-    missed = _not_beaten(card, name, mean_metric(found, card.primary), floors)
+    protocol = card.protocol(name)
+    comparable = {floor: value for floor, value in floors.items() if card.protocol(floor) == protocol}
+    missed = _not_beaten(card, name, mean_metric(found, card.primary), comparable)
     return {
         "role": card.arms[name]["role"],
         "what": card.arms[name]["what"],
+        "protocol": protocol,
         "seeds": list(found),
         "metrics": _summary({seed: m["metrics"] for seed, m in measured.items()}),
         "intervals": {metric: own for metric in card.metrics if (own := own_interval(found, metric))},

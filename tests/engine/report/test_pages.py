@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from auto_research.experiment.card import discover
-from auto_research.report.pages import leaderboard, paper_page, results_page, write_docs
+from auto_research.report.pages import boards, leaderboard, of_board, paper_page, results_page, write_docs
 from auto_research.report.published import load_published, publish
 from auto_research.report.site import write_site
 from auto_research.runtime.errors import ConfigError
@@ -92,6 +92,19 @@ def test_leaderboard_ranks_floors_and_losers_too(result):
     assert "| `din` | movielens-100k | standard | 3 | - | - |" in text
     minutes = {"cpu_minutes": {"tuning_seed": 12.34, "all_seeds": 20.0}}
     assert "| 12.3 | 20.0 |" in results_page([result | minutes | {"file": "din.json"}])
+
+
+def test_only_equal_protocols_share_a_leaderboard(result):
+    other = copy.deepcopy(result)
+    for name, how in {"bias": "request table", "lost": "split over users", "din_full": "request table"}.items():
+        other["arms"][name]["protocol"] = how
+    found = boards([other])
+    assert [board.protocol for board in found] == ["request table", "split over users"]
+    ranked = [[row["arm"] for row in leaderboard(of_board([other], b), protocol=b.protocol)] for b in found]
+    assert ranked == [["din_full", "bias"], ["lost"]]
+    text = results_page([other | {"file": "din.json"}])
+    assert "## Leaderboard: ctr (split over users) on movielens-100k, standard tier" in text
+    assert boards([other | {"tier": "full"}])[0].tier == "full"
 
 
 def test_paper_page_shows_results_with_interval_and_pending_gpu(result):
