@@ -11,6 +11,7 @@ from auto_research.runtime.names import module_name
 if TYPE_CHECKING:
     from auto_research.experiment.fingerprint import Fingerprints
 
+SPLIT = "search_split"
 TRIAL = ("auto_research.evolve.trial", "auto_research.evolve.worker")
 
 
@@ -27,9 +28,16 @@ def command_files(config: dict) -> tuple[Path, ...]:
     return tuple(Path(word).resolve() for word in shlex.split(config["host"]["command"])[1:] if Path(word).is_file())
 
 
+def prepare_module(config: dict, root: Path) -> str:
+    """Module that separates the data: the adapter's ``search_split`` where it has one, else the host's own."""
+    module = host_module(config)
+    split = module.rpartition(".")[0] + f".{SPLIT}"
+    return split if (root / f"{split.replace('.', '/')}.py").is_file() else module
+
+
 def prepare_code(fingerprints: Fingerprints, config: dict) -> str:
     """Fingerprint of the data separation."""
-    return fingerprints.code(host_module(config))[:32]
+    return fingerprints.code(prepare_module(config, fingerprints.root))[:32]
 
 
 def trial_code(fingerprints: Fingerprints, config: dict) -> str:

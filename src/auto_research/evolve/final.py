@@ -100,14 +100,14 @@ def final_test(
 
 def prepare(folder: Path, data: Path) -> None:
     """Let the host write ``dev`` and ``sealed`` from prepared tables below ``data``; manifests are written last."""
-    from auto_research.evolve.hosts import load_host
+    from auto_research.evolve.hosts import load_preparation
 
     config = load_frozen(folder / "config.yaml")
     dev, sealed = folder / "dev", folder / "sealed"
     for target in (dev, sealed):
         target.mkdir(parents=True, exist_ok=True)
         (target / "manifest.json").unlink(missing_ok=True)
-    load_host(config).prepare(config, lambda table: data / table, dev, sealed)
+    load_preparation(config)(config, lambda table: data / table, dev, sealed)
     for target in (dev, sealed):
         write_manifest(target)
 

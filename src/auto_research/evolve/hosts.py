@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from auto_research.evolve.code import SPLIT, prepare_module
 from auto_research.experiment.loader import import_adapter
 from auto_research.experiment.search import SearchHost
 from auto_research.runtime.errors import ConfigError
+from auto_research.runtime.paths import code_root
 
 
 def load_host(config: dict) -> SearchHost:
@@ -22,3 +26,10 @@ def load_host(config: dict) -> SearchHost:
     if missing:
         raise ConfigError(f"host {key}: missing {', '.join(missing)}")
     return host
+
+
+def load_preparation(config: dict) -> Callable:
+    """The host's `prepare`; from its ``search_split.py`` where there is one, so that nothing else is imported."""
+    if prepare_module(config, code_root()).endswith(f".{SPLIT}"):
+        return import_adapter(config["definition"]["host"], SPLIT).prepare
+    return load_host(config).prepare

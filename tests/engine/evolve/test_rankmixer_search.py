@@ -1,5 +1,8 @@
 """The RankMixer host: data separation, fitness by hand, and that every gene changes something."""
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import chain
 
@@ -10,8 +13,11 @@ import torch
 from adapters.rankmixer import search, search_scoring
 from adapters.rankmixer.model import RankMixer
 from auto_research.data.requests import RequestTable
+from auto_research.evolve.code import prepare_module
 from auto_research.evolve.genome import effective, inert_genes
+from auto_research.evolve.hosts import load_preparation
 from auto_research.evolve.tracks import load_track, merged
+from auto_research.experiment.fingerprint import Fingerprints
 from auto_research.experiment.search import SealedData, TrialRequest, track_from
 from auto_research.runtime.errors import NonFinite
 from auto_research.runtime.paths import checkout_root
@@ -83,6 +89,19 @@ def test_no_test_label_is_in_dev(prepared, full):
     test = set(zip(whole.interactions.user[rows].tolist(), whole.interactions.item[rows].tolist(), strict=True))
     assert test
     assert not test & seen
+
+
+def test_separating_the_data_needs_neither_torch_nor_the_model():
+    root = checkout_root()
+    code = "import sys, adapters.rankmixer.search_split; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=root, env=os.environ | {"PYTHONPATH": str(root)})
+    config = {"definition": {"host": "rankmixer"}, "host": {}}
+    assert prepare_module(config, root) == "adapters.rankmixer.search_split"
+    assert load_preparation(config) is search.prepare
+    assert prepare_module({"definition": {"host": "command"}}, root) == "auto_research.evolve.command_host"
+    closure = Fingerprints(root).closure("adapters.rankmixer.search_split")
+    assert "auto_research.data.request_index" in closure
+    assert "adapters.rankmixer.model" not in closure
 
 
 def test_the_development_loader_refuses_the_sealed_folder(prepared):
