@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).resolve().parents[1] / "engine" / "evolve")]
+ENGINE = Path(__file__).resolve().parents[1] / "engine"
+sys.path[:0] = [str(Path(__file__).parent), str(ENGINE / "evolve"), str(ENGINE / "report")]
 
 
 @pytest.fixture(scope="session")
