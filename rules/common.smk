@@ -126,7 +126,7 @@ DATA_CODE = {
     "canonical": ("auto_research.data.interactions", "auto_research.data.readers"),
     "sequences": ("auto_research.data.sequences",),
     "requests": ("auto_research.data.requests",),
-    "titles": ("auto_research.blocks.title_encoder",),
+    "encoded": ("auto_research.blocks.title_encoder",),
     "checkpoint": ("auto_research.data.checkpoints",),
 }
 TITLE_ENCODER = "minilm-l6-v2"
@@ -142,8 +142,8 @@ def table_fingerprint(wildcards):
     return checked(FINGERPRINTS.code, *DATA_CODE[wildcards.table])[:32]
 
 
-def titles_fingerprint(wildcards):
-    return checked(FINGERPRINTS.code, *DATA_CODE["titles"])[:32]
+def encoded_fingerprint(wildcards):
+    return checked(FINGERPRINTS.code, *DATA_CODE["encoded"])[:32]
 
 
 def checkpoint_fingerprint(wildcards):

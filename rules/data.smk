@@ -53,20 +53,22 @@ rule checkpoint:
         " > {log} 2>&1"
 
 
-rule titles:
+rule encoded:
     input:
         "results/data/{dataset}/canonical/manifest.json",
         f"results/data/{TITLE_ENCODER}/checkpoint/manifest.json",
     output:
-        "results/data/{dataset}/titles/manifest.json",
+        "results/data/{dataset}/{table}/manifest.json",
     log:
-        "results/data/{dataset}/logs/titles.log",
+        "results/data/{dataset}/logs/{table}.log",
+    wildcard_constraints:
+        table="titles|texts|text_states",
     conda:
         "../envs/cpu.yaml"
     params:
-        fingerprint=titles_fingerprint,
+        fingerprint=encoded_fingerprint,
     message:
-        "encoding the item titles of {wildcards.dataset}"
+        "encoding {wildcards.table} of {wildcards.dataset}"
     shell:
-        'exec "$AUTO_RESEARCH_PYTHON" "$AUTO_RESEARCH_SCRIPTS"/prepare_data.py --dataset {wildcards.dataset} --table titles'
+        'exec "$AUTO_RESEARCH_PYTHON" "$AUTO_RESEARCH_SCRIPTS"/prepare_data.py --dataset {wildcards.dataset} --table {wildcards.table}'
         " > {log} 2>&1"

@@ -10,7 +10,7 @@ import pytest
 from filelock import FileLock
 from hypothesis import settings
 
-from auto_research.blocks.title_encoder import CHECKPOINT, prepare_titles
+from auto_research.blocks.title_encoder import CHECKPOINT, ENCODED, prepare_encoded
 from auto_research.data.prepare import prepare_all
 
 # a busy machine is slow, not wrong
@@ -28,7 +28,7 @@ def dataset_dir() -> Path:
 
 @pytest.fixture(scope="session")
 def movielens_100k(dataset_dir: Path) -> Path:
-    """Folder with every prepared table of the real MovieLens-100K, titles too. Read only.
+    """Folder with every prepared table of the real MovieLens-100K, titles and texts too. Read only.
 
     Prepared once per state of the data code, shared by all workers and later runs.
     """
@@ -43,6 +43,7 @@ def movielens_100k(dataset_dir: Path) -> Path:
         if not (folder / "complete").is_file():
             prepare_all("movielens-100k", folder, dataset_dir)
             checkpoint = dataset_dir / "prepared" / CHECKPOINT
-            prepare_titles(folder / "canonical", folder / "titles", checkpoint, dataset_dir)
+            for table in ENCODED:
+                prepare_encoded(table, folder / "canonical", folder / table, checkpoint, dataset_dir)
             (folder / "complete").touch()
     return folder

@@ -10,6 +10,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from auto_research.blocks.title_encoder import ENCODED
 from auto_research.data.folder import read_manifest, read_tables, write_folder
 from auto_research.data.interactions import TABLES, Interactions
 from auto_research.data.prepare import DERIVED, prepare_table
@@ -193,4 +194,5 @@ class EditedFolders:
         write_folder(out / "canonical", {**tables, "ratings": pa.table(column)}, manifest)
         for name in DERIVED:
             prepare_table(out / "canonical", name, out / name)
-        (out / "titles").symlink_to(self.prepared / "titles")  # titles know no ratings
+        for name in ENCODED:  # texts know no ratings
+            (out / name).symlink_to(self.prepared / name)

@@ -1,21 +1,29 @@
-"""Frozen sentence encoder over item titles: masked mean of the last hidden states, L2-normalised (Sentence-BERT)."""
+"""Frozen sentence encoder over item titles and texts (Sentence-BERT).
+
+Tables `titles` and `texts` hold the masked mean of the last hidden states, L2-normalised; `text_states` the states.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from auto_research.data.checkpoints import checkpoint_manifest, fetch_checkpoint
 from auto_research.data.folder import MANIFEST, read_manifest
 from auto_research.data.interactions import load_interactions
-from auto_research.data.titles import write_title_vectors
+from auto_research.data.item_vectors import item_texts
+from auto_research.data.texts import write_text_states
+from auto_research.data.titles import write_vectors
 from auto_research.runtime.errors import ConfigError
 from auto_research.runtime.files import sha256_file
 
 CHECKPOINT = "minilm-l6-v2"
 MAX_TOKENS = 128
+ENCODED = ("titles", "texts", "text_states")
 
 
 def need_transformers() -> None:
@@ -28,10 +36,10 @@ def need_transformers() -> None:
         ) from None
 
 
-def encode_texts(folder: Path, texts: list[str], *, batch: int = 64) -> np.ndarray:
-    """float32[n, D] unit vectors of texts, on the CPU in float32.
+def encode_batches(folder: Path, texts: list[str], *, batch: int = 64) -> Iterator[tuple[list[int], Any, Any]]:
+    """Rows of a batch, their last hidden states [B, L, D] and mask [B, L], on the CPU in float32.
 
-    folder: an encoder checkpoint. Texts are cut to 128 tokens; order and batches do not change a vector beyond rounding.
+    folder: an encoder checkpoint. Texts are cut to 128 tokens; order and batches do not change a state beyond rounding.
     """
     need_transformers()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -41,16 +49,34 @@ def encode_texts(folder: Path, texts: list[str], *, batch: int = 64) -> np.ndarr
 
     tokenizer, model = load_tokenizer(folder), load_encoder(folder, dtype=torch.float32)
     order = sorted(range(len(texts)), key=lambda i: len(texts[i]))  # similar lengths share a batch: less padding
-    vectors = np.zeros((len(texts), model.config.hidden_size), dtype=np.float32)
-    with torch.no_grad():
-        for start in range(0, len(order), batch):
-            chosen = order[start : start + batch]
-            tokens = tokenizer(
-                [texts[i] for i in chosen], padding=True, truncation=True, max_length=MAX_TOKENS, return_tensors="pt"
-            )
-            hidden = model(**tokens).last_hidden_state  # (B, L, D)
-            vectors[chosen] = unit_mean(hidden, tokens["attention_mask"]).numpy()
-    return vectors
+    for start in range(0, len(order), batch):
+        chosen = order[start : start + batch]
+        tokens = tokenizer(
+            [texts[i] for i in chosen], padding=True, truncation=True, max_length=MAX_TOKENS, return_tensors="pt"
+        )
+        with torch.no_grad():
+            hidden = model(**tokens).last_hidden_state
+        yield chosen, hidden, tokens["attention_mask"]
+
+
+def encode_texts(folder: Path, texts: list[str], *, batch: int = 64) -> np.ndarray:
+    """float32[n, D] unit vectors of texts; see `encode_batches`."""
+    rows = {}
+    for chosen, hidden, mask in encode_batches(folder, texts, batch=batch):
+        rows |= zip(chosen, unit_mean(hidden, mask).numpy(), strict=True)
+    return np.stack([rows[row] for row in range(len(texts))])
+
+
+def encode_text_states(folder: Path, texts: list[str], *, batch: int = 64) -> tuple[np.ndarray, np.ndarray]:
+    """float32[n, T, D] last hidden states of the word pieces of texts and their mask bool[n, T]; zero under the mask."""
+    rows = {}
+    for chosen, hidden, mask in encode_batches(folder, texts, batch=batch):
+        rows |= {row: states[real.bool()].numpy() for row, states, real in zip(chosen, hidden, mask, strict=True)}
+    lengths = np.array([len(rows[row]) for row in range(len(texts))])
+    mask = np.arange(lengths.max()) < lengths[:, None]
+    states = np.zeros((*mask.shape, rows[0].shape[1]), dtype=np.float32)
+    states[mask] = np.concatenate([rows[row] for row in range(len(texts))])
+    return states, mask
 
 
 def unit_mean(hidden, mask):
@@ -63,7 +89,21 @@ def unit_mean(hidden, mask):
 def prepare_titles(
     canonical: Path, out: Path, checkpoint: Path, dataset_dir: Path, offline: bool = False, *, name: str = CHECKPOINT
 ) -> dict:
-    """Encode the item titles of a canonical folder into the table `titles`; returns its manifest.
+    """Encode the item titles of a canonical folder into the table `titles`; see `prepare_encoded`."""
+    return prepare_encoded("titles", canonical, out, checkpoint, dataset_dir, offline, name=name)
+
+
+def prepare_encoded(
+    table: str,
+    canonical: Path,
+    out: Path,
+    checkpoint: Path,
+    dataset_dir: Path,
+    offline: bool = False,
+    *,
+    name: str = CHECKPOINT,
+) -> dict:
+    """Build one of ENCODED from a canonical folder; returns its manifest.
 
     checkpoint: folder of the unpacked checkpoint, fetched first when it is not there. Raises DataMissing,
     ChecksumMismatch, CorruptFile, and ConfigError without the extra 'llm'.
@@ -74,8 +114,6 @@ def prepare_titles(
         fetch_checkpoint(name, checkpoint, dataset_dir, offline)
     encoder = checkpoint_manifest(checkpoint, name)
     data = load_interactions(canonical)
-    vectors = encode_texts(Path(checkpoint), data.item_title[1:])
-    vectors = np.concatenate([np.zeros((1, vectors.shape[1]), dtype=np.float32), vectors])
     manifest = {key: parent[key] for key in ("dataset", "title", "licence", "decades", "source")}
     manifest["canonical_sha256"] = sha256_file(Path(canonical) / MANIFEST)
     manifest["encoder"] = {
@@ -84,6 +122,15 @@ def prepare_titles(
         "source": encoder["source"],
         "weights_sha256": encoder["files"]["model.safetensors"]["sha256"],
         "max_tokens": MAX_TOKENS,
-        "pooling": "masked mean, L2-normalised",
+        "pooling": "none" if table == "text_states" else "masked mean, L2-normalised",
     }
-    return write_title_vectors(Path(out), vectors, manifest)
+    texts = data.item_title[1:] if table == "titles" else item_texts(data)
+    if table == "text_states":
+        states, mask = map(_with_padding_row, encode_text_states(Path(checkpoint), texts))
+        return write_text_states(Path(out), states, mask, manifest)
+    vectors = _with_padding_row(encode_texts(Path(checkpoint), texts))
+    return write_vectors(Path(out), table, vectors, manifest)
+
+
+def _with_padding_row(array: np.ndarray) -> np.ndarray:
+    return np.concatenate([np.zeros_like(array[:1]), array])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from auto_research.runtime.names import check_name
 
-TABLES = ("canonical", "sequences", "requests", "titles")
+TABLES = ("canonical", "sequences", "requests", "titles", "texts", "text_states")
 
 
 @dataclass(frozen=True)

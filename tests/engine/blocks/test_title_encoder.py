@@ -11,9 +11,18 @@ import pytest
 import torch
 
 from auto_research.blocks import title_encoder
-from auto_research.blocks.title_encoder import encode_texts, need_transformers, prepare_titles, unit_mean
+from auto_research.blocks.title_encoder import (
+    encode_text_states,
+    encode_texts,
+    need_transformers,
+    prepare_encoded,
+    prepare_titles,
+    unit_mean,
+)
 from auto_research.data.folder import FORMAT_VERSION
 from auto_research.data.interactions import load_interactions
+from auto_research.data.item_vectors import item_texts
+from auto_research.data.texts import load_text_states, load_text_vectors, write_text_states
 from auto_research.data.titles import load_title_vectors, write_title_vectors
 from auto_research.runtime.errors import ConfigError, CorruptFile, DataMissing
 from auto_research.runtime.files import sha256_file, write_json
@@ -82,6 +91,55 @@ def test_vectors_come_back_exactly(tmp_path):
         load_title_vectors(tmp_path)
     with pytest.raises(DataMissing, match="--table titles"):
         load_title_vectors(tmp_path / "nowhere")
+
+
+def test_text_vectors_are_the_masked_means_of_the_text_states(encoder, movielens_100k, tmp_path):
+    for table in ("texts", "text_states"):
+        prepare_encoded(table, movielens_100k / "canonical", tmp_path / table, encoder, tmp_path, name="letters")
+    vectors, (states, mask) = load_text_vectors(tmp_path / "texts"), load_text_states(tmp_path / "text_states")
+    data = load_interactions(movielens_100k / "canonical")
+    assert states.shape == (data.n_items + 1, mask.shape[1], 16)
+    assert states.dtype == np.float32
+    assert not states[~mask].any()
+    assert not mask[0].any()
+    assert not vectors[0].any()
+    mean = unit_mean(torch.from_numpy(states[1:]), torch.from_numpy(mask[1:])).numpy()
+    np.testing.assert_allclose(vectors[1:], mean, atol=1e-5)
+    text = item_texts(data)[6]
+    assert ". Genres: " in text
+    np.testing.assert_allclose(vectors[7], encode_texts(encoder, [text])[0], atol=1e-5)
+    alone, real = encode_text_states(encoder, [text])
+    np.testing.assert_allclose(states[7][mask[7]], alone[0][real[0]], atol=1e-4)
+
+
+def test_text_states_come_back_exactly_and_damage_is_seen(tmp_path):
+    mask = np.array([[0, 0, 0], [1, 1, 0], [1, 1, 1], [1, 0, 0]], dtype=bool)
+    states = np.random.default_rng(0).standard_normal((4, 3, 2)).astype(np.float32) * mask[..., None]
+    write_text_states(tmp_path, states, mask, {})
+    again, found = load_text_states(tmp_path)
+    assert np.array_equal(again, states)
+    assert np.array_equal(found, mask)
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    manifest["counts"]["tokens"] = 5
+    write_json(tmp_path / "manifest.json", manifest)
+    with pytest.raises(CorruptFile, match="do not match"):
+        load_text_states(tmp_path)
+    with pytest.raises(DataMissing, match="--table text_states"):
+        load_text_states(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="from the left"):
+        write_text_states(tmp_path, states, mask[:, ::-1], {})
+
+
+def test_real_texts(movielens_100k):
+    vectors = load_text_vectors(movielens_100k / "texts")
+    states, mask = load_text_states(movielens_100k / "text_states")
+    assert vectors.shape == (1683, 384)
+    np.testing.assert_allclose(np.linalg.norm(vectors[1:], axis=1), 1, rtol=1e-5)
+    mean = unit_mean(torch.from_numpy(states[1:]), torch.from_numpy(mask[1:])).numpy()
+    np.testing.assert_allclose(vectors[1:], mean, atol=1e-5)
+    # COBRA's card says 33 and 14.8: with the year, "( 1995 )", which the canonical titles do not have
+    assert mask.shape[1] == 33 - 3
+    assert mask[1:].sum(1).mean() == pytest.approx(14.8 - 3, abs=0.05)
 
 
 def test_without_transformers_one_line_names_the_extra(monkeypatch, tmp_path):
