@@ -99,6 +99,8 @@ def fit(
 ) -> Fitted:
     """Train `model`, or go on from what `state` holds, and leave the best epoch's weights in it.
 
+    With `state.pause_after` it may end before that, with the weights it has; see `StateFolder`.
+
     Parameters
     ----------
     batches: epoch (0-based) -> sequence of batches, a pure function of the epoch; it may build them lazily.
@@ -121,7 +123,7 @@ def fit(
     clock = _Clock(device)
     every = state.checkpoint_seconds if plan.checkpoint_seconds is None else plan.checkpoint_seconds
     saved_at = time.monotonic()
-    while not now.done:
+    while not now.done and (state.pause_after is None or now.epoch < state.pause_after):
         epoch_batches = batches(now.epoch)
         model.train()
         clock.start()

@@ -25,11 +25,17 @@ class StateFolder:
 
     A state is a nested dict of tensors and plain values. It is replaced as a whole, so that a reader sees the old one or
     the new one; it is read with `weights_only=True`. Training loops save at least every `checkpoint_seconds`.
+
+    pause_after: epochs after which a loop saves and returns though it is not done; the next call on the same folder
+    without a pause goes on from there. Children have none.
     """
 
-    def __init__(self, path: Path, checkpoint_seconds: float = CHECKPOINT_SECONDS) -> None:
+    def __init__(
+        self, path: Path, checkpoint_seconds: float = CHECKPOINT_SECONDS, pause_after: int | None = None
+    ) -> None:
         self.path = Path(path)
         self.checkpoint_seconds = checkpoint_seconds
+        self.pause_after = pause_after
 
     @property
     def file(self) -> Path:
@@ -69,9 +75,9 @@ class StateFolder:
         with atomic_path(self.file) as temporary:
             torch.save(state, temporary)
 
-    def child(self, name: str) -> StateFolder:
+    def child(self, name: str, *, pause_after: int | None = None) -> StateFolder:
         """State of a part of the job, below this folder."""
-        return StateFolder(self.path / check_name(name, "state"), self.checkpoint_seconds)
+        return StateFolder(self.path / check_name(name, "state"), self.checkpoint_seconds, pause_after)
 
     def discard(self) -> None:
         """Remove the folder with its children; nothing happens when it does not exist."""

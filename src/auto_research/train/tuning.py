@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -45,42 +45,73 @@ def best_of_trials(
         its state by `fit` and costs nothing again.
     trials: default `ctx.budget.trials`.
 
+    With `race_epochs` in the budget all trials train that long, and only the one ahead goes on to its end; this needs a
+    `run` that hands its state to one `fit`, others train to the end.
     Returns the best (the earlier one of equals) and one record per trial. A trial that becomes NaN or infinite is
     recorded as such and cannot be chosen; NonFinite is raised when all of them do.
     """
     chosen = [ctx.tuned] if ctx.tuned is not None else list(trials or ctx.budget.get("trials") or [DEFAULT_TRIAL])
     if not chosen:
         raise ConfigError(f"{ctx.key}: the budget of tier {ctx.tier} has no trials")
-    best: Trained | None = None
-    records: list[dict[str, Any]] = []
-    failure: NonFinite | None = None
-    for index, hyperparameters in enumerate(chosen):
-        ctx.log(f"trial {index + 1} of {len(chosen)}: {_spell(hyperparameters)}")
-        try:
-            trained = run(dict(hyperparameters), ctx.state.child(f"trial-{index}"))
-        except NonFinite as error:
-            failure = error
-            records.append({"hyperparameters": dict(hyperparameters), "status": "non-finite", "error": str(error)})
-            continue
-        trained.hyperparameters = dict(hyperparameters)
-        records.append(
-            {
-                "hyperparameters": dict(hyperparameters),
-                "status": "finished",
-                "validation": trained.validation,
-                "seconds": trained.cost.get("seconds", 0.0),
-            }
-        )
-        if best is None or _better(trained.validation, best.validation, validation_key, higher_is_better):
-            best = trained
+    tried = _Trials(ctx, run, validation_key, higher_is_better, chosen)
+    race = ctx.budget.get("race_epochs")
+    if race is None or len(chosen) == 1:
+        best = tried.best(range(len(chosen)))
+    else:
+        ranked = tried.ranked(race)
+        best = next((found for index in ranked if (found := tried.best([index])) is not None), None)
     if best is None:
-        raise failure
-    best.cost["tuning_seconds"] = sum(record.get("seconds", 0.0) for record in records)
-    return best, records
+        raise tried.failure
+    best.cost["tuning_seconds"] = sum(record.get("seconds", 0.0) for record in tried.records)
+    return best, tried.records
 
 
-def _better(new: dict[str, float], old: dict[str, float], key: str, higher_is_better: bool) -> bool:
-    return new[key] > old[key] if higher_is_better else new[key] < old[key]
+class _Trials:
+    """The trials of one arm: what each did, and the last failure."""
+
+    def __init__(self, ctx: Context, run: Callable, key: str, higher: bool, chosen: list[dict[str, Any]]) -> None:
+        self.ctx, self.run, self.key, self.higher, self.chosen = ctx, run, key, higher, chosen
+        self.records: list[dict[str, Any]] = [{} for _ in chosen]
+        self.failure: NonFinite | None = None
+
+    def best(self, indices: Iterable[int]) -> Trained | None:
+        """The best of these trials trained to the end, None when none stays finite."""
+        best: Trained | None = None
+        for index in indices:
+            trained = self._train(index, "finished")
+            if trained and (best is None or self._better(trained.validation, best.validation)):
+                best = trained
+        return best
+
+    def ranked(self, epochs: int) -> list[int]:
+        """Trials by validation after `epochs`, best first, the earlier one of equals; failed ones are left out."""
+        seen = {
+            index: self._train(index, f"stopped after {epochs} epochs", epochs) for index in range(len(self.chosen))
+        }
+        sign = -1 if self.higher else 1
+        alive = [(sign * trained.validation[self.key], index) for index, trained in seen.items() if trained]
+        return [index for _, index in sorted(alive)]
+
+    def _train(self, index: int, status: str, pause_after: int | None = None) -> Trained | None:
+        hyperparameters = dict(self.chosen[index])
+        self.ctx.log(f"trial {index + 1} of {len(self.chosen)}: {_spell(hyperparameters)}")
+        try:
+            trained = self.run(dict(hyperparameters), self.ctx.state.child(f"trial-{index}", pause_after=pause_after))
+        except NonFinite as error:
+            self.failure = error
+            self.records[index] = {"hyperparameters": hyperparameters, "status": "non-finite", "error": str(error)}
+            return None
+        trained.hyperparameters = hyperparameters
+        self.records[index] = {
+            "hyperparameters": dict(hyperparameters),
+            "status": status,
+            "validation": trained.validation,
+            "seconds": trained.cost.get("seconds", 0.0),
+        }
+        return trained
+
+    def _better(self, new: dict[str, float], old: dict[str, float]) -> bool:
+        return new[self.key] > old[self.key] if self.higher else new[self.key] < old[self.key]
 
 
 def _spell(hyperparameters: dict[str, Any]) -> str:

@@ -118,6 +118,17 @@ def test_measurement_is_complete_and_its_units_average_to_the_metrics(arm_contex
     measured.as_dict()
 
 
+def test_the_winner_of_a_race_ends_like_the_same_trial_alone(arm_context):
+    slow, fast = ({"learning_rate": rate, "weight_decay": 0.0} for rate in (1e-6, 0.1))
+    alone = train_ctr(arm_context("alone", trials=[fast], steps=None, epochs=3), lambda _: Linear(), device=CPU)
+    raced = arm_context("raced", trials=[slow, fast], steps=None, epochs=3, race_epochs=1)
+    measured = train_ctr(raced, lambda _: Linear(), device=CPU)
+    assert [trial["status"] for trial in measured.trials] == ["stopped after 1 epochs", "finished"]
+    assert measured.hyperparameters == fast
+    assert measured.metrics == alone.metrics
+    assert measured.cost["steps"] == alone.cost["steps"]
+
+
 def test_a_killed_arm_resumes_to_the_same_numbers(arm_context, monkeypatch):
     whole = train_ctr(arm_context("whole", steps=6), lambda _: Linear(), device=CPU)
 

@@ -38,7 +38,7 @@ def batches(epoch):
     return [torch.from_numpy(rng.normal(size=(6, 4))).float() for _ in range(5)]
 
 
-def train(folder, kill_at=None, checkpoint_seconds=0.0, epochs=4, **options):
+def train(folder, kill_at=None, checkpoint_seconds=0.0, epochs=4, pause_after=None, **options):
     model, counter = small_model(), Counter()
     optimizer = adamw(model, 0.05, 0.01)
     held_out = torch.linspace(-1, 1, 24).reshape(6, 4)
@@ -58,7 +58,7 @@ def train(folder, kill_at=None, checkpoint_seconds=0.0, epochs=4, **options):
         batches=batches,
         loss=loss,
         validate=lambda m: {"score": -float((m(held_out).squeeze(1) - held_out.sum(1)).square().mean())},
-        state=StateFolder(folder),
+        state=StateFolder(folder, pause_after=pause_after),
         schedule=exponential(0.9, 2),
         on_step=on_step,
         extras={"counter": counter},
@@ -82,6 +82,20 @@ def test_a_killed_run_ends_with_the_same_bits(tmp_path, kill_at, checkpoint_seco
         assert torch.equal(value, resumed.state_dict()[name]), name
     assert without_seconds(fitted.history) == without_seconds(again.history)
     assert (fitted.best_epoch, fitted.steps, counter.value) == (again.best_epoch, again.steps, counted.value)
+
+
+@pytest.mark.parametrize("pause_after", [1, 3, 4, 9])
+def test_a_paused_run_goes_on_with_the_same_bits(tmp_path, pause_after):
+    whole, fitted, counter = train(tmp_path / "whole")
+    _, paused, _ = train(tmp_path / "paused", pause_after=pause_after)
+    assert paused.steps == 5 * min(pause_after, 4)
+    assert without_seconds(paused.history) == without_seconds(fitted.history[:pause_after])
+    _, again, _ = train(tmp_path / "paused", pause_after=pause_after, kill_at=paused.steps + 1)  # trains no step
+    assert without_seconds(again.history) == without_seconds(paused.history)
+    resumed, ended, counted = train(tmp_path / "paused")
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
+    assert without_seconds(ended.history) == without_seconds(fitted.history)
+    assert (ended.best_epoch, ended.validation, counted.value) == (fitted.best_epoch, fitted.validation, counter.value)
 
 
 def test_a_finished_run_is_not_trained_again(tmp_path):

@@ -53,3 +53,48 @@ def test_a_diverging_trial_is_recorded_and_not_chosen(arm_context):
 def test_all_trials_diverging_is_a_failure(arm_context):
     with pytest.raises(NonFinite, match="step 3"):
         best_of_trials(arm_context(trials=trials(1)), runner({1: None}, []), "auc")
+
+
+def racing(values, ran, failing=()):
+    """values: rate -> (validation when paused, validation at the end)."""
+
+    def run(hyperparameters, state):
+        rate = hyperparameters["learning_rate"]
+        ran.append((rate, state.path.name, state.pause_after))
+        if rate in failing and state.pause_after is None:
+            raise NonFinite("loss is nan at step 9")
+        value = values[rate][state.pause_after is None]
+        return Trained(rate, {"auc": value}, cost={"seconds": 2.0 if state.pause_after else 5.0})
+
+    return run
+
+
+def test_in_a_race_only_the_trial_ahead_is_trained_to_its_end(arm_context):
+    ran = []
+    ctx = arm_context(trials=trials(1, 2, 3), race_epochs=2)
+    best, records = best_of_trials(ctx, racing({1: (0.5, 0.9), 2: (0.6, 0.7), 3: (0.6, 0.8)}, ran), "auc")
+    assert (best.model, best.validation) == (2, {"auc": 0.7})
+    assert ran == [(1, "trial-0", 2), (2, "trial-1", 2), (3, "trial-2", 2), (2, "trial-1", None)]
+    assert [record["status"] for record in records] == ["stopped after 2 epochs", "finished", "stopped after 2 epochs"]
+    assert best.cost["tuning_seconds"] == 2 + 5 + 2
+
+
+def test_a_race_of_losses_is_won_by_the_smallest_and_the_next_follows_a_failure(arm_context):
+    ran = []
+    ctx = arm_context(trials=trials(1, 2), race_epochs=3)
+    run = racing({1: (0.5, 0.4), 2: (0.6, 0.5)}, ran, failing=(1,))
+    best, records = best_of_trials(ctx, run, "auc", higher_is_better=False)
+    assert best.model == 2
+    assert [record["status"] for record in records] == ["non-finite", "finished"]
+    with pytest.raises(NonFinite, match="step 9"):
+        best_of_trials(ctx, racing({1: (0.5, 0.4), 2: (0.6, 0.5)}, ran, failing=(1, 2)), "auc")
+
+
+def test_a_single_trial_does_not_race(arm_context):
+    ran = []
+    for ctx in (
+        arm_context(trials=trials(1), race_epochs=2),
+        arm_context(trials=trials(1, 2), race_epochs=2, tuned=trials(1)[0]),
+    ):
+        best_of_trials(ctx, racing({1: (0.5, 0.6)}, ran), "auc")
+    assert ran == [(1, "trial-0", None)] * 2
