@@ -26,11 +26,11 @@ def swiglu_width(width: int) -> int:
 
 
 class PerTokenFFN(nn.Module):
-    """One two-layer MLP per token, D -> kD -> D with GELU."""
+    """One two-layer MLP per token, D -> kD -> D with GELU; `hidden` instead of kD where it is given."""
 
-    def __init__(self, tokens: int, width: int, expansion: int = 4, dropout: float = 0.0):
+    def __init__(self, tokens: int, width: int, expansion: int = 4, dropout: float = 0.0, *, hidden: int | None = None):
         super().__init__()
-        self.tokens, self.width, self.hidden = tokens, width, expansion * width
+        self.tokens, self.width, self.hidden = tokens, width, hidden or expansion * width
         self.w1, self.b1 = private_linear(tokens, width, self.hidden)
         self.w2, self.b2 = private_linear(tokens, self.hidden, width)
         self.dropout = Dropout(dropout)

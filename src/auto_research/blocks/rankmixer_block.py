@@ -5,30 +5,10 @@ S = LayerNorm(X + Mix(X)),   X' = LayerNorm(S + PFFN(S))          X [T, P, D], t
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from auto_research.blocks.dropout import Dropout
-from auto_research.blocks.private_projection import PrivateLinear
+from auto_research.blocks.per_token_ffn import PerTokenFFN
 from auto_research.blocks.token_mixing import HeadShuffle
-
-
-class PrivateFFN(nn.Module):
-    """GELU FFN with private weights per token, D -> hidden -> D over [T, P, D]; PerTokenFFN with the hidden width given."""
-
-    def __init__(self, tokens: int, width: int, hidden: int, dropout: float = 0.0):
-        super().__init__()
-        self.up, self.down = PrivateLinear(tokens, width, hidden), PrivateLinear(tokens, hidden, width)
-        self.dropout = Dropout(dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.dropout(self.down(F.gelu(self.up(x))))
-
-    def params(self) -> int:
-        return self.up.params() + self.down.params()
-
-    def flops(self, pairs: int) -> int:
-        return self.up.flops(pairs) + self.down.flops(pairs)
 
 
 class RankMixerBlock(nn.Module):
@@ -36,7 +16,8 @@ class RankMixerBlock(nn.Module):
 
     def __init__(self, tokens: int, width: int, hidden: int, dropout: float = 0.0):
         super().__init__()
-        self.mix, self.ffn = HeadShuffle(tokens, width), PrivateFFN(tokens, width, hidden, dropout)
+        self.mix = HeadShuffle(tokens, width)
+        self.ffn = PerTokenFFN(tokens, width, dropout=dropout, hidden=hidden)
         self.mix_norm, self.ffn_norm = nn.LayerNorm(width), nn.LayerNorm(width)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 
 from auto_research.blocks.per_token_ffn import PerTokenFFN
-from auto_research.blocks.rankmixer_block import PrivateFFN, RankMixerBlock, matched_width
+from auto_research.blocks.rankmixer_block import RankMixerBlock, matched_width
 from auto_research.metrics.cost import flops_of
 
 
@@ -15,17 +15,14 @@ def test_a_block_is_the_equation():
     assert torch.allclose(block(x), F.layer_norm(s + block.ffn(s), (4,)), atol=1e-6)
 
 
-def test_the_private_ffn_of_a_multiple_width_is_the_per_token_ffn():
+def test_a_hidden_width_can_be_given_instead_of_a_multiple():
     torch.manual_seed(0)
-    one, two = PrivateFFN(3, 4, 8), PerTokenFFN(3, 4, expansion=2)
-    with torch.no_grad():
-        for layer, weight, bias in ((one.up, two.w1, two.b1), (one.down, two.w2, two.b2)):
-            layer.weight.copy_(weight)
-            layer.bias.copy_(bias)
-    x = torch.randn(3, 5, 4)
-    assert torch.equal(one(x), two(x))
-    assert one.params() == two.params()
-    assert one.flops(5) == two.flops(5) == flops_of(lambda: one(x))
+    ffn, x = PerTokenFFN(3, 4, hidden=6), torch.randn(3, 5, 4)
+    apart = [F.gelu(x[t] @ ffn.w1[t] + ffn.b1[t]) @ ffn.w2[t] + ffn.b2[t] for t in range(3)]
+    torch.testing.assert_close(ffn(x), torch.stack(apart))
+    assert ffn.w1.shape == (3, 4, 6)
+    assert ffn.params() == sum(p.numel() for p in ffn.parameters())
+    assert ffn.flops(5) == flops_of(lambda: ffn(x))
 
 
 def test_matched_width_meets_a_parameter_count():
