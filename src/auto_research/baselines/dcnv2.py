@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from auto_research.baselines.ranker_input import BehaviourInput, BehaviourState, RankerInput, RequestState
+from auto_research.baselines.ranker_input import RankerInput, RequestState
 from auto_research.blocks.cross_network import CrossNetwork
 from auto_research.blocks.dropout import Dropout
 from auto_research.data.requests import RequestBatch, RequestTable
@@ -43,7 +43,7 @@ class DCNv2(nn.Module):
         sequences: Sequence[str] = (),
     ) -> None:
         super().__init__()
-        self.input = input_of(vocab, item_genres, field=field, history=history, sequences=sequences)
+        self.input = RankerInput(vocab, item_genres, sequences=sequences, field=field, history=history)
         self.dropout = Dropout(dropout)
         self.cross = CrossNetwork(self.input.width, layers)
         self.mlp = nn.Sequential(
@@ -52,10 +52,10 @@ class DCNv2(nn.Module):
             nn.Linear(hidden, TASKS),
         )
 
-    def prepare(self, batch: RequestBatch) -> RequestState | BehaviourState:
+    def prepare(self, batch: RequestBatch) -> RequestState:
         return self.input.prepare(batch)
 
-    def score(self, state: RequestState | BehaviourState, batch: RequestBatch) -> Tensor:
+    def score(self, state: RequestState, batch: RequestBatch) -> Tensor:
         return self.mlp(self.cross(self.dropout(self.input.score(state, batch))))
 
     def forward(self, batch: RequestBatch) -> Tensor:
@@ -64,15 +64,6 @@ class DCNv2(nn.Module):
     def dense_params(self) -> int:
         """Parameters of cross layers and MLP, tables and field projections left out."""
         return sum(p.numel() for part in (self.cross, self.mlp) for p in part.parameters())
-
-
-def input_of(
-    vocab: dict[str, int], item_genres: Tensor, *, field: int, history: int, sequences: Sequence[str]
-) -> RankerInput | BehaviourInput:
-    """The input vector over the whole history, or over several windows."""
-    if sequences:
-        return BehaviourInput(vocab, item_genres, sequences=sequences, field=field, history=history)
-    return RankerInput(vocab, item_genres, field=field, history=history)
 
 
 def matched_hidden(target: int, width: int, layers: int = LAYERS) -> int:
@@ -113,7 +104,7 @@ def run(
     history = RequestBudget.of(ctx.budget, **overrides).history
     genres = torch.from_numpy(table.item_genres)
     if match_params is not None:
-        width = input_of(table.vocab, genres, field=field, history=history, sequences=sequences).width
+        width = RankerInput(table.vocab, genres, sequences=sequences, field=field, history=history).width
         hidden = matched_hidden(match_params, width, layers)
 
     def build(_: dict[str, Any]) -> nn.Module:
