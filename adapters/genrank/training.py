@@ -69,7 +69,7 @@ def train_windows(
         cost = {"seconds": fitted.seconds, "train_seconds": fitted.train_seconds, "steps": fitted.steps}
         return Trained(model, fitted.validation, curve=fitted.history, cost=cost | {"best_epoch": fitted.best_epoch})
 
-    trained, trials = best_of_trials(ctx, run, SELECTION)
+    trained, trials = best_of_trials(ctx, run, SELECTION, race=True)
     model = trained.model.eval()
     score = request_scorer(model, device, history)
     ctx.observe("trained", model=model, data=table, score=score, validation=trained.validation)

@@ -98,7 +98,7 @@ def train(ctx: Context, device: torch.device) -> Measurement:
             key=SELECTION,
         )
 
-    best, trials = best_of_trials(ctx, run, SELECTION)
+    best, trials = best_of_trials(ctx, run, SELECTION, race=True)
     model = best.model.eval()
     ctx.observe(
         "trained",

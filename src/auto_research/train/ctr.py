@@ -173,7 +173,7 @@ def train_ctr(
             ctx, build, hyperparameters, state, budget, table, validation, device, extra_loss, on_step, schedule
         )
 
-    trained, trials = best_of_trials(ctx, run, SELECTION)
+    trained, trials = best_of_trials(ctx, run, SELECTION, race=True)
     model = trained.model.eval()
     ctx.observe(
         "trained",

@@ -224,7 +224,7 @@ def train_next_item(
         cost = {"seconds": fitted.seconds, "train_seconds": fitted.train_seconds, "steps": fitted.steps}
         return Trained(model, fitted.validation, curve=fitted.history, cost=cost | {"best_epoch": fitted.best_epoch})
 
-    trained, trials = best_of_trials(ctx, run, SELECTION, trials=trials)
+    trained, trials = best_of_trials(ctx, run, SELECTION, trials=trials, race=True)
     model = trained.model.eval()
     ctx.observe(
         "trained",

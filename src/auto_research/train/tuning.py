@@ -36,6 +36,7 @@ def best_of_trials(
     *,
     higher_is_better: bool = True,
     trials: Sequence[dict[str, Any]] | None = None,
+    race: bool = False,
 ) -> tuple[Trained, list[dict[str, Any]]]:
     """Run the trials and keep the best by validation; with `ctx.tuned` run that one only.
 
@@ -44,9 +45,9 @@ def best_of_trials(
     run: (hyperparameters, state of that trial) -> Trained; a trial that finished before an interruption is loaded from
         its state by `fit` and costs nothing again.
     trials: default `ctx.budget.trials`.
+    race: `run` hands its state to one `fit`, so that it can pause. With `race_epochs` in the budget all trials then train
+        that long, and only the one ahead goes on to its end.
 
-    With `race_epochs` in the budget all trials train that long, and only the one ahead goes on to its end; this needs a
-    `run` that hands its state to one `fit`, others train to the end.
     Returns the best (the earlier one of equals) and one record per trial. A trial that becomes NaN or infinite is
     recorded as such and cannot be chosen; NonFinite is raised when all of them do.
     """
@@ -54,11 +55,11 @@ def best_of_trials(
     if not chosen:
         raise ConfigError(f"{ctx.key}: the budget of tier {ctx.tier} has no trials")
     tried = _Trials(ctx, run, validation_key, higher_is_better, chosen)
-    race = ctx.budget.get("race_epochs")
-    if race is None or len(chosen) == 1:
+    epochs = ctx.budget.get("race_epochs") if race else None
+    if epochs is None or len(chosen) == 1:
         best = tried.best(range(len(chosen)))
     else:
-        ranked = tried.ranked(race)
+        ranked = tried.ranked(epochs)
         best = next((found for index in ranked if (found := tried.best([index])) is not None), None)
     if best is None:
         raise tried.failure

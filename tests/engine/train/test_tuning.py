@@ -72,7 +72,7 @@ def racing(values, ran, failing=()):
 def test_in_a_race_only_the_trial_ahead_is_trained_to_its_end(arm_context):
     ran = []
     ctx = arm_context(trials=trials(1, 2, 3), race_epochs=2)
-    best, records = best_of_trials(ctx, racing({1: (0.5, 0.9), 2: (0.6, 0.7), 3: (0.6, 0.8)}, ran), "auc")
+    best, records = best_of_trials(ctx, racing({1: (0.5, 0.9), 2: (0.6, 0.7), 3: (0.6, 0.8)}, ran), "auc", race=True)
     assert (best.model, best.validation) == (2, {"auc": 0.7})
     assert ran == [(1, "trial-0", 2), (2, "trial-1", 2), (3, "trial-2", 2), (2, "trial-1", None)]
     assert [record["status"] for record in records] == ["stopped after 2 epochs", "finished", "stopped after 2 epochs"]
@@ -83,11 +83,11 @@ def test_a_race_of_losses_is_won_by_the_smallest_and_the_next_follows_a_failure(
     ran = []
     ctx = arm_context(trials=trials(1, 2), race_epochs=3)
     run = racing({1: (0.5, 0.4), 2: (0.6, 0.5)}, ran, failing=(1,))
-    best, records = best_of_trials(ctx, run, "auc", higher_is_better=False)
+    best, records = best_of_trials(ctx, run, "auc", higher_is_better=False, race=True)
     assert best.model == 2
     assert [record["status"] for record in records] == ["non-finite", "finished"]
     with pytest.raises(NonFinite, match="step 9"):
-        best_of_trials(ctx, racing({1: (0.5, 0.4), 2: (0.6, 0.5)}, ran, failing=(1, 2)), "auc")
+        best_of_trials(ctx, racing({1: (0.5, 0.4), 2: (0.6, 0.5)}, ran, failing=(1, 2)), "auc", race=True)
 
 
 def test_a_single_trial_does_not_race(arm_context):
@@ -96,5 +96,15 @@ def test_a_single_trial_does_not_race(arm_context):
         arm_context(trials=trials(1), race_epochs=2),
         arm_context(trials=trials(1, 2), race_epochs=2, tuned=trials(1)[0]),
     ):
-        best_of_trials(ctx, racing({1: (0.5, 0.6)}, ran), "auc")
+        best_of_trials(ctx, racing({1: (0.5, 0.6)}, ran), "auc", race=True)
     assert ran == [(1, "trial-0", None)] * 2
+
+
+def test_what_cannot_pause_does_not_race(arm_context):
+    ran = []
+    best, records = best_of_trials(
+        arm_context(trials=trials(1, 2), race_epochs=2), runner({1: 0.5, 2: 0.4}, ran), "auc"
+    )
+    assert best.model == 1
+    assert len(ran) == 2
+    assert [record["status"] for record in records] == ["finished", "finished"]
