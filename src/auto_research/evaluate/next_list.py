@@ -45,6 +45,18 @@ class Lists(NamedTuple):
         return np.where(self.ranks <= k, 1.0 / np.log2(1.0 + self.ranks), 0.0)
 
 
+def genre_entropy(items: np.ndarray, genres: np.ndarray) -> np.ndarray:
+    """float64[U] entropy in nats of the genres of each list int64[U, K]; an item spreads its weight over its genres.
+
+    genres: float[n_items + 1, G] multi-hot. Items without a genre and empty slots count nothing; no genre at all gives 0.
+    """
+    share = genres / np.maximum(genres.sum(1, keepdims=True), 1)
+    share[EMPTY_SLOT] = 0
+    total = share[items].sum(1).astype(np.float64)  # (U, G)
+    total /= np.maximum(total.sum(1, keepdims=True), 1e-12)
+    return -(total * np.log(np.maximum(total, 1e-300))).sum(1)
+
+
 def clean_lists(items: np.ndarray, excluded: list[np.ndarray]) -> tuple[np.ndarray, int]:
     """Lists int64[B, K] without excluded or repeated items, what is left moved up; and the number struck out."""
     items = np.asarray(items, dtype=np.int64)
@@ -96,11 +108,17 @@ def validation_lists(
 
 
 def measure_next_list(
-    lister: Lister, sequences: LeaveTwoOut, *, at: tuple[int, ...] = (), chunk: int = CHUNK
+    lister: Lister,
+    sequences: LeaveTwoOut,
+    *,
+    at: tuple[int, ...] = (),
+    also: Callable[[Lists], dict[str, np.ndarray]] | None = None,
+    chunk: int = CHUNK,
 ) -> Measurement:
     """Test metrics as `measure_next_item` gives them, from lists: mrr counts only targets inside the list.
 
     at: more cut-offs k, each adding recall@k and ndcg@k with their contributions (k up to the list's length).
+    also: gives more metrics of the lists by their contributions float64[U], e.g. `genre_entropy`.
     Also short_lists (share of users with fewer than 10 items), struck_items (share of slots struck out: seen or
     repeated), and users_per_s among the costs.
     """
@@ -114,6 +132,10 @@ def measure_next_list(
             raise ValueError(f"recall@{k} of lists of {lists.items.shape[1]} items")
         contributions[f"recall@{k}"], contributions[f"ndcg@{k}"] = lists.recall(k), lists.ndcg(k)
         metrics |= {name: float(contributions[name].mean()) for name in (f"recall@{k}", f"ndcg@{k}")}
+    if also is not None:
+        more = also(lists)
+        contributions |= more
+        metrics |= {name: float(values.mean()) for name, values in more.items()}
     metrics["short_lists"] = lists.short()
     metrics["struck_items"] = lists.struck / max(1, lists.items.size)
     return Measurement(

@@ -29,7 +29,7 @@ from auto_research.blocks.semantic_ids import SIDTable, require_hash
 from auto_research.blocks.sid_models import SIDModel, SIDStep, sid_loss
 from auto_research.data.sequences import LeaveTwoOut
 from auto_research.evaluate.next_item import Scorer
-from auto_research.evaluate.next_list import Lister, measure_next_list, validation_lists
+from auto_research.evaluate.next_list import Lister, Lists, measure_next_list, validation_lists
 from auto_research.experiment.contract import Measurement
 from auto_research.metrics.cost import count_params, flops_of
 from auto_research.runtime.seeds import seed_everything, stable_rng
@@ -172,18 +172,21 @@ def beam_lister(
     length: int,
     device: torch.device,
     count: int = LIST,
+    inventory: Tensor | None = None,
     **options: Any,
 ) -> Lister:
     """Lister of the `count` best unseen items by constrained beam search; options go to `constrained_beam`.
 
-    trie: on `device`.  Items of a shared semantic id follow each other, the most popular first.
+    trie: on `device`.  inventory: bool[n_items + 1] items that may be offered at all (None: every item).  Items of a shared semantic id follow each other, the most popular first.
     """
 
     def answer(split: str, positions: np.ndarray) -> np.ndarray:
         ctx = read_history(model, sequences, split, positions, length, device)
         seen = torch.from_numpy(seen_items(sequences, split, positions)).to(device)
-        beams = constrained_beam(SIDStep(spelling(model)), ctx, trie, width, alive=trie.alive(seen), **options)
-        return trie.expand(beams.leaf[..., 0], count, seen=seen).cpu().numpy()
+        offered = None if inventory is None else inventory.expand(len(positions), -1)
+        alive = trie.alive(seen, inventory=offered)
+        beams = constrained_beam(SIDStep(spelling(model)), ctx, trie, width, alive=alive, **options)
+        return trie.expand(beams.leaf[..., 0], count, seen=seen, inventory=offered).cpu().numpy()
 
     return answer
 
@@ -271,18 +274,19 @@ def measure_sid(
     *,
     device: torch.device,
     at: tuple[int, ...] = (5,),
+    also: Callable[[Lists], dict[str, np.ndarray]] | None = None,
     lister: Lister | None = None,
 ) -> Measurement:
     """Test metrics of the lists of a trained generator (default: beam search of the budget's width) and its costs.
 
-    cost: params, flops and user_beam_ms (one user, encoding and beam search), and what training took.
+    at, also: as in `measure_next_list`.  cost: params, flops and user_beam_ms (one user, encoding and beam search), and what training took.
     """
     model, trie = trained.model, PrefixTrie.of(table, device)
     width, count = budget.beam, max(LIST, *at) if at else LIST
     lister = lister or beam_lister(
         model, sequences, trie, width=max(width, count), length=budget.length, device=device, count=count
     )
-    measured = measure_next_list(lister, sequences, at=at, chunk=CHUNK)
+    measured = measure_next_list(lister, sequences, at=at, also=also, chunk=CHUNK)
     measured.validation, measured.curve = trained.validation, trained.curve
     measured.hyperparameters, measured.trials = trained.hyperparameters, records
     one = np.zeros(1, dtype=np.int64)
@@ -301,10 +305,11 @@ def train_sid(
     table: SIDTable,
     device: torch.device,
     at: tuple[int, ...] = (5,),
+    also: Callable[[Lists], dict[str, np.ndarray]] | None = None,
     **options: Any,
 ) -> Measurement:
     """`fit_sid` with its options and `measure_sid`: a whole arm."""
     sequences = options.pop("sequences", None) or load_sequences(ctx)
     budget = options.pop("budget", None) or SIDBudget.of(ctx.budget)
     trained, records = fit_sid(ctx, build, table=table, device=device, sequences=sequences, budget=budget, **options)
-    return measure_sid(trained, records, sequences, table, budget, device=device, at=at)
+    return measure_sid(trained, records, sequences, table, budget, device=device, at=at, also=also)

@@ -5,7 +5,13 @@ import pytest
 
 from auto_research.data.sequences import LeaveTwoOut
 from auto_research.evaluate.next_item import measure_next_item
-from auto_research.evaluate.next_list import clean_lists, measure_next_list, split_lists, validation_lists
+from auto_research.evaluate.next_list import (
+    clean_lists,
+    genre_entropy,
+    measure_next_list,
+    split_lists,
+    validation_lists,
+)
 from auto_research.metrics.ranking import top_items
 
 # user 1 saw 1 2 3, then 4 (validation), then 5 (test); user 2 saw 1, then 2, then 3
@@ -66,3 +72,16 @@ def test_a_list_holds_ten_slots_and_cut_offs_lie_inside():
         split_lists(lambda split, positions: np.zeros((len(positions), 5), dtype=np.int64), DATA, "test")
     with pytest.raises(ValueError, match="recall@50"):
         measure_next_list(constant([1], [1]), DATA, at=(50,))
+
+
+def test_genre_entropy_by_hand_and_more_metrics_of_lists():
+    genres = np.zeros((31, 2))
+    genres[[5, 6], 0] = genres[[6, 7], 1] = 1
+    found = genre_entropy(np.array([[5, 0], [5, 7], [5, 6], [9, 0]]), genres)
+    quarter = -(0.75 * np.log(0.75) + 0.25 * np.log(0.25))
+    np.testing.assert_allclose(found, [0, np.log(2), quarter, 0], atol=1e-12)
+    measured = measure_next_list(
+        constant([5], [5, 7]), DATA, also=lambda lists: {"genre_entropy": genre_entropy(lists.items, genres)}
+    )
+    assert measured.metrics["genre_entropy"] == pytest.approx(np.log(2) / 2)
+    assert measured.units["genre_entropy"].values == pytest.approx([0, np.log(2)])
