@@ -60,6 +60,21 @@ def test_flags_beat_the_environment_and_the_environment_beats_a_profile(toy_root
     assert gpu_of("cpu") == 0
 
 
+def test_jobs_keep_freed_memory_unless_told_otherwise(monkeypatch):
+    for name in os.environ:
+        if name.startswith(("AUTO_RESEARCH_", "MALLOC_")):
+            monkeypatch.delenv(name)
+    before = dict(os.environ)
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "7")
+    try:
+        machine({"device": "cpu"}, checkout_root()).export()
+        assert int(os.environ["MALLOC_MMAP_THRESHOLD_"]) == 2**30
+        assert os.environ["MALLOC_TRIM_THRESHOLD_"] == "7"
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
 def test_a_working_directory_outside_any_checkout_uses_the_snakefiles(tmp_path, monkeypatch):
     monkeypatch.setenv("AUTO_RESEARCH_ROOT", "x")
     monkeypatch.delenv("AUTO_RESEARCH_ROOT")
