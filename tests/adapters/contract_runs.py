@@ -36,8 +36,8 @@ class Enough(BaseException):
 class MortalState(StateFolder):
     """Saves after every step; the second save never happens, so what came after the first checkpoint is lost."""
 
-    def __init__(self, path: Path, saves: list[int] | None = None) -> None:
-        super().__init__(path, checkpoint_seconds=0.0)
+    def __init__(self, path: Path, saves: list[int] | None = None, pause_after: int | None = None) -> None:
+        super().__init__(path, checkpoint_seconds=0.0, pause_after=pause_after)
         self.saves = [0] if saves is None else saves
 
     def save(self, state: dict[str, Any]) -> None:
@@ -46,8 +46,8 @@ class MortalState(StateFolder):
             raise Killed
         super().save(state)
 
-    def child(self, name: str) -> MortalState:
-        return MortalState(self.path / check_name(name, "state"), self.saves)
+    def child(self, name: str, *, pause_after: int | None = None) -> MortalState:
+        return MortalState(self.path / check_name(name, "state"), self.saves, pause_after)
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
