@@ -214,6 +214,7 @@ def fit_sid(
     batches: Callable[[int], Sequence] | None = None,
     loss: Callable[[nn.Module, Any], Tensor] | None = None,
     validate: Callable[[nn.Module], dict[str, float]] | None = None,
+    scorer: Callable[[nn.Module, LeaveTwoOut], Scorer] | None = None,
     trials: Sequence[dict[str, Any]] | None = None,
     observed: bool = True,
 ) -> tuple[Trained, list[dict[str, Any]]]:
@@ -221,7 +222,7 @@ def fit_sid(
 
     build: (hyperparameters of the trial, sequences) -> generator on CPU, called right after seeding.
     batches, loss, validate: instead of `sid_batches`, `generator_loss` and beam search on the validation targets;
-    `validate` must give ndcg@10.  observed: show steps and the trained model to `ctx.observe`.
+    `validate` must give ndcg@10.  scorer: of a model on a split, shown to the observer instead of `sid_scorer`.  observed: show steps and the trained model to `ctx.observe`.
     Raises ConfigError when the generator spells other semantic ids than those of `table`.
     """
     sequences = sequences or load_sequences(ctx)
@@ -253,15 +254,13 @@ def fit_sid(
     trained, records = best_of_trials(ctx, run, SELECTION, trials=trials)
     model = trained.model.eval()
     if observed:
-        ctx.observe(
-            "trained",
-            model=model,
-            data=sequences,
-            score=lambda data, split, positions: sid_scorer(model, data, table, length=budget.length, device=device)(
-                split, positions
-            ),
-            validation=trained.validation,
-        )
+
+        def score(data: LeaveTwoOut, split: str, positions: np.ndarray) -> np.ndarray:
+            shown = scorer(model, data) if scorer else None
+            shown = shown or sid_scorer(model, data, table, length=budget.length, device=device)
+            return shown(split, positions)
+
+        ctx.observe("trained", model=model, data=sequences, score=score, validation=trained.validation)
     return trained, records
 
 
