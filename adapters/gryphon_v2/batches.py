@@ -88,6 +88,8 @@ class _Steps(Sequence):
         return self.length
 
     def __getitem__(self, index: int) -> CutBatch:
+        if not 0 <= index < self.length:
+            raise IndexError(index)
         return self.batches.at(self.start + index)
 
 

@@ -23,7 +23,7 @@ from auto_research.metrics.ranking import top_items
 Scorer = Callable[[np.ndarray, np.ndarray, np.ndarray | None], np.ndarray]
 
 CHUNK = 64
-WARM_UP, TIMED = 2, 7
+WARM_UP, TIMED = 1, 5
 
 
 def gryphon_scorer(model: Gryphon, data: FeedbackSplit, device: torch.device) -> Scorer:

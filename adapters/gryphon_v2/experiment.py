@@ -32,16 +32,17 @@ from adapters.gryphon_v2.stages import (
     joint_batch_flops,
     load_teacher,
     load_warm_up,
+    positive_sequences,
     sasrec_scorer,
     save_teacher,
     save_warm_up,
     train_joint,
-    train_sasrec,
     train_teacher,
     warm_up_model,
 )
 from adapters.gryphon_v2.training import JointRule
 from auto_research.baselines.linear_floor import choose, known_items
+from auto_research.baselines.sasrec import fit_split
 from auto_research.blocks.preference import weights_hash
 from auto_research.blocks.residual_kmeans import code_statistics
 from auto_research.blocks.semantic_ids import SIDTable
@@ -234,10 +235,14 @@ def sasrec(ctx: Context) -> Measurement:
     def lister(model):
         return score_lister(sasrec_scorer(model, data, device), data, cap)
 
-    best, trials = best_of_trials(
-        ctx, lambda hyperparameters, state: train_sasrec(ctx, hyperparameters, data, device, state, lister), SELECTION,
-        trials=ctx.budget.sasrec_trials,
-    )  # fmt: skip
+    def run(hyperparameters: dict[str, Any], state: StateFolder) -> Trained:
+        def validate(model) -> dict[str, float]:
+            return validation_lists(lister(model), data)
+
+        sizes = ctx.budget.sasrec
+        return fit_split(ctx, positive_sequences(data), hyperparameters, state, validate, device=device, **sizes)
+
+    best, trials = best_of_trials(ctx, run, SELECTION, trials=ctx.budget.sasrec_trials)
     model = best.model.eval()
     ctx.observe(
         "trained",

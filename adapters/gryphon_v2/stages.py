@@ -18,12 +18,12 @@ from adapters.gryphon_v2.events import FeedbackSplit
 from adapters.gryphon_v2.model import Gryphon
 from adapters.gryphon_v2.teacher import Teacher, TeacherConfig
 from adapters.gryphon_v2.training import JointLoss, JointRule
-from auto_research.baselines.sasrec import SASRec
-from auto_research.blocks.causal_transformer import TransformerConfig
+from auto_research.baselines.sasrec import SASRec, newest_scores
 from auto_research.blocks.preference import frozen_reference, weights_hash
 from auto_research.blocks.residual_kmeans import rq_kmeans
 from auto_research.blocks.semantic_ids import SIDTable, require_hash, resolve_collisions
 from auto_research.data.item_vectors import item_cf_vectors, text_and_cf_vectors
+from auto_research.data.prefix import LIKE_RATING
 from auto_research.data.sequences import LeaveTwoOut
 from auto_research.evaluate.next_list import Lister, validation_lists
 from auto_research.experiment.context import Context
@@ -32,7 +32,6 @@ from auto_research.runtime.errors import CorruptFile
 from auto_research.runtime.files import read_json, write_json
 from auto_research.runtime.seeds import seed_everything
 from auto_research.train.fitting import FitBudget, fit_model, settings
-from auto_research.train.next_item import EpochWindows, NextItemBudget, next_item_loss
 from auto_research.train.state import StateFolder
 from auto_research.train.tuning import Trained
 
@@ -202,29 +201,6 @@ def joint_batch_flops(
     return {"step_flops": float(step), "rollout_share": rollout / step, "teacher_share": taught / step}
 
 
-def train_sasrec(
-    ctx: Context, hyperparameters: dict[str, Any], data: FeedbackSplit, device: torch.device, state: StateFolder,
-    score_of,
-) -> Trained:  # fmt: skip
-    """Item-id Transformer on positives. score_of: model -> lister for validation."""
-    seed_everything(ctx.seed)
-    sizes = dict(ctx.budget.sasrec)
-    budget = NextItemBudget.of({}, **{k: sizes.pop(k) for k in tuple(sizes) if k in NextItemBudget.__annotations__})
-    model = SASRec(data.n_items, budget.length, TransformerConfig(**sizes)).to(device)
-    positives = positive_sequences(data)
-    return fit_model(
-        ctx,
-        model,
-        hyperparameters,
-        state,
-        budget=FitBudget(**{name: getattr(budget, name) for name in FitBudget.__annotations__}),
-        batches=lambda epoch: EpochWindows(positives, budget, ctx.seed, epoch, device),
-        loss=next_item_loss,
-        validate=lambda _: validation_lists(score_of(model), data),
-        key=SELECTION,
-    )
-
-
 def positive_sequences(data: FeedbackSplit) -> LeaveTwoOut:
     """Positive train items of every user, in the form that windows are cut from."""
     items = data.train_items(positive=True)
@@ -236,19 +212,12 @@ def positive_sequences(data: FeedbackSplit) -> LeaveTwoOut:
 
 def sasrec_scorer(model: SASRec, data: FeedbackSplit, device: torch.device) -> Scorer:
     """Scores after the newest positive before the stop."""
-    length = len(model.position)
+    table = data.interactions
 
     def score(positions: np.ndarray, stop: np.ndarray, item: np.ndarray | None = None) -> np.ndarray:
-        window = np.zeros((len(positions), length), dtype=np.int64)
-        table = data.interactions
-        for row, (position, end) in enumerate(zip(positions, stop, strict=True)):
-            rows = np.arange(data.first[position], end)
-            liked = table.item[rows[table.rating[rows] >= 4]][-length:]
-            window[row, length - len(liked) :] = liked
-        model.eval()
-        with torch.no_grad():
-            hidden = model(torch.from_numpy(window).to(device))[:, -1].float()
-            scores = (hidden @ model.item_table().float().t()).cpu().numpy()
+        rows = [np.arange(data.first[position], end) for position, end in zip(positions, stop, strict=True)]
+        liked = [table.item[r[table.rating[r] >= LIKE_RATING]] for r in rows]
+        scores = newest_scores(model, liked, device)
         return scores if item is None else np.take_along_axis(scores, item, axis=1)
 
     return score

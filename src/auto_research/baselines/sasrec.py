@@ -7,8 +7,10 @@ GELU, windows over the whole history instead of its end.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -16,7 +18,11 @@ from auto_research.blocks.causal_transformer import CausalTransformer, Transform
 from auto_research.blocks.dropout import Dropout
 from auto_research.data.sequences import LeaveTwoOut
 from auto_research.experiment.contract import Measurement
-from auto_research.train.next_item import NextItemBudget, train_next_item
+from auto_research.runtime.seeds import seed_everything
+from auto_research.train.fitting import FitBudget, fit_model
+from auto_research.train.next_item import SELECTION, EpochWindows, NextItemBudget, next_item_loss, train_next_item
+from auto_research.train.state import StateFolder
+from auto_research.train.tuning import Trained
 
 if TYPE_CHECKING:
     from auto_research.experiment.context import Context
@@ -58,6 +64,51 @@ class SASRec(nn.Module):
         scale = math.sqrt(self.trunk.config.width)
         x = self.item(items) * scale + self.position[-items.shape[1] :]  # (B, L, D)
         return self.trunk(self.dropout(x), items > 0)
+
+
+def fit_split(
+    ctx: Context,
+    sequences: LeaveTwoOut,
+    hyperparameters: dict[str, Any],
+    state: StateFolder,
+    validate: Callable[[nn.Module], dict[str, float]],
+    *,
+    device: torch.device,
+    key: str = SELECTION,
+    **overrides: Any,
+) -> Trained:
+    """SASRec on the train items of an adapter's own split; `sequences` are read for their train part only.
+
+    Sizes and training come from overrides, else the tuned RECIPE (the budget's keys mean other arms' sizes there).
+    """
+    seed_everything(ctx.seed)
+    settings = {**SIZES, **RECIPE, **overrides}
+    budget = NextItemBudget.of(settings)
+    model = SASRec(sequences.n_items, budget.length, TransformerConfig(**{name: settings[name] for name in SIZES}))
+    return fit_model(
+        ctx,
+        model.to(device),
+        hyperparameters,
+        state,
+        budget=FitBudget.of(vars(budget)),
+        batches=lambda epoch: EpochWindows(sequences, budget, ctx.seed, epoch, device),
+        loss=next_item_loss,
+        validate=validate,
+        key=key,
+    )
+
+
+@torch.no_grad()
+def newest_scores(model: SASRec, histories: Sequence[np.ndarray], device: torch.device) -> np.ndarray:
+    """Scores float32[B, n_items + 1] after the newest item of histories, B int arrays of item ids."""
+    length = len(model.position)
+    window = np.zeros((len(histories), length), dtype=np.int64)
+    for row, items in enumerate(histories):
+        items = items[-length:]
+        window[row, length - len(items) :] = items
+    model.eval()
+    hidden = model(torch.from_numpy(window).to(device))[:, -1].float()
+    return (hidden @ model.item_table().float().t()).cpu().numpy()
 
 
 def run(ctx: Context, *, device: torch.device, **overrides: Any) -> Measurement:
