@@ -36,7 +36,7 @@ def report(result: dict[str, Any]) -> str:
         "## Cost",
         _cost(result),
         *_studies(result),
-        *_section("Notes", [f"{name}: {note}" for name, arm in result["arms"].items() for note in arm["notes"]]),
+        *_section("Notes", _notes(result)),
         *_section("What is replaced or scaled down", card["boundary"]),
         *(["## Reported in the paper", card["paper_reported"]] if card["paper_reported"] else []),
         "## How this was made",
@@ -147,6 +147,15 @@ def _provenance(result: dict[str, Any]) -> str:
     if minutes := result.get("cpu_minutes"):
         lines.append(f"* CPU minutes: {minutes['tuning_seed']:.1f} with one seed, {minutes['all_seeds']:.1f} with all")
     return "\n".join(lines)
+
+
+def _notes(result: dict[str, Any]) -> list[str]:
+    """Every note once, after the arms that have it."""
+    owners: dict[str, list[str]] = {}
+    for name, arm in result["arms"].items():
+        for note in arm["notes"]:
+            owners.setdefault(note, []).append(name)
+    return [f"{', '.join(names)}: {note}" for note, names in owners.items()]
 
 
 def _section(title: str, lines: list[str]) -> list[str]:
