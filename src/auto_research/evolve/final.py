@@ -47,6 +47,7 @@ def final_test(
 ) -> Path:
     """Retrain ``which`` from its genome with the full seed list, then open the sealed folder with the lock's hash.
 
+    A champion that is the baseline itself is trained once: whichever of the two comes second takes the first one's numbers.
     An existing test file is left alone. Raises RunFailure when training or scoring does not complete.
     """
     final = folder / "final" / f"g{generations}"
@@ -56,6 +57,9 @@ def final_test(
         return output
     config = load_frozen(folder / "config.yaml")
     locked = read_json(final / "LOCK.json")
+    if (same := _same_model(final, locked, which, token)) is not None:
+        write_json(output, validate(same, "sealed_test"))
+        return output
     facts = {"data": sha256_file(folder / "dev" / "manifest.json"), "code": code}
     job = {
         "mode": "floors" if which == "floors" else "test",
@@ -96,6 +100,17 @@ def final_test(
         write_json(output, validate(document, "sealed_test"))
         discard(state)
     return output
+
+
+def _same_model(final: Path, locked: dict, which: str, token: str) -> dict | None:
+    """The finished test of the other of baseline and champion where both are one trial and one lock, as ``which``."""
+    other = {"baseline": "champion", "champion": "baseline"}.get(which)
+    if other is None or locked["baseline"]["trial_id"] != locked["champion"]["trial_id"]:
+        return None
+    path = final / f"test_{other}.json"
+    if not path.exists() or (found := read_json(path))["lock"] != token:
+        return None
+    return {**found, "which": which, "telemetry": {"seconds": 0.0, "attempts": 0, "same_as": other}}
 
 
 def prepare(folder: Path, data: Path) -> None:

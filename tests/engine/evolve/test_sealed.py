@@ -57,6 +57,33 @@ def test_an_existing_test_is_never_computed_again(run):
     assert path.read_bytes() == before
 
 
+@pytest.mark.parametrize(("first", "second"), [("baseline", "champion"), ("champion", "baseline")])
+def test_a_champion_that_is_the_baseline_is_trained_once(run, first, second):
+    lock(run.folder, 0)  # after generation 0 they are one
+    tested = read_json(final_test(run.folder, 0, first, **TRAINING))
+    write_json(run.folder / "sealed" / "rows.json", [9.0])  # would change the numbers
+    taken = read_json(final_test(run.folder, 0, second, **TRAINING))
+    assert taken["telemetry"] == {"seconds": 0.0, "attempts": 0, "same_as": first}
+    assert {**taken, "telemetry": None, "which": None} == {**tested, "telemetry": None, "which": None}
+    assert taken["which"] == second
+
+
+def test_another_champion_or_lock_is_trained(run):
+    lock(run.folder, 0)
+    path = final_test(run.folder, 0, "baseline", **TRAINING)
+    write_json(path, {**read_json(path), "lock": "0" * 64})
+    assert "same_as" not in read_json(final_test(run.folder, 0, "champion", **TRAINING))["telemetry"]
+    for g in (1, 2, 3):
+        chosen = run.generation(g)
+        if chosen["champion"]["trial_id"] != chosen["baseline"]["trial_id"]:
+            break
+    else:
+        pytest.fail("the toy's champion never left the baseline")
+    lock(run.folder, g)
+    for which in ("baseline", "champion"):
+        assert "same_as" not in read_json(final_test(run.folder, g, which, **TRAINING))["telemetry"]
+
+
 def test_a_test_that_cannot_complete_is_an_error(run):
     lock(run.folder, 0)
     (run.folder / "sealed" / "rows.json").write_text("not json")
