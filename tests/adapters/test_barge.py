@@ -1,0 +1,401 @@
+"""Mechanism tests of card barge, with the numbers of its specification."""
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import synthetic
+import torch
+
+from adapters.barge.experiment import disliked_items
+from adapters.barge.model import Barge, BargeConfig, ItemContextAttention, PathReranker, path_contrast
+from adapters.barge.search import (
+    ChannelLists,
+    DualSearch,
+    channel_beam,
+    fuse,
+    path_hook,
+    scorer,
+    watched,
+)
+from auto_research.blocks.beam_search import constrained_beam, exhaustive_sid_scores
+from auto_research.blocks.prefix_trie import PrefixTrie
+from auto_research.blocks.residual_kmeans import mutual_information
+from auto_research.blocks.rqvae import RQVAEConfig, build_rqvae
+from auto_research.blocks.semantic_ids import random_codes, resolve_collisions
+from auto_research.blocks.sid_models import SIDStep
+from auto_research.data.sequences import LeaveTwoOut
+from auto_research.data.texts import load_text_vectors
+from auto_research.metrics.ranking import top_items
+from auto_research.runtime.errors import ConfigError
+from auto_research.train.optimizer import adamw
+from auto_research.train.sid import SIDBatch
+from auto_research.train.state import StateFolder
+from auto_research.train.tokenizer import TokenizerPlan, fit_rqvae
+
+CPU = torch.device("cpu")
+SIZES = (4, 4, 4)
+TABLES = [resolve_collisions(random_codes(synthetic.ITEMS, SIZES, seed=s), SIZES) for s in (0, 1)]
+CONFIG = BargeConfig(width=16, heads=2, encoder_layers=1, layers=1, hidden=24, dropout=0.0, length=6)
+ITEMS = torch.tensor([[0, 0, 3, 9, 17, 2], [5, 6, 7, 8, 10, 40]])
+TARGET = torch.tensor([[0, 0, 9, 17, 2, 30], [6, 7, 8, 10, 40, 1]])
+USER = torch.tensor([1, 2])
+
+
+def build(seed: int = 0, low=None, **switches) -> Barge:
+    torch.manual_seed(seed)
+    model = Barge(TABLES, replace(CONFIG, **switches), low).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+        for channel in model.channels:
+            if channel.reranker is not None:
+                channel.reranker.log_tau.fill_(math.log(0.1))
+    return model
+
+
+@pytest.fixture(scope="module")
+def data():
+    return LeaveTwoOut.build(synthetic.interactions(users=20, ratings=30))
+
+
+# OSQ-VAE
+
+
+def osq(**changes):
+    config = RQVAEConfig((24,), (4, 4, 4), ((16,),), 8, channels=2, rotation="householder", **changes)
+    model = build_rqvae(config, 0)
+    x = torch.randn(40, 24)
+    return model, x
+
+
+def test_rotation_is_orthogonal_and_the_identity_quantiser_gives_the_plain_decoder():
+    config = RQVAEConfig((384,), (32, 32, 32), ((128,),), 64, channels=2, rotation="householder")
+    model, x = build_rqvae(config, 3), torch.randn(20, 384)
+    matrix = model.rotation(torch.eye(64)).t()
+    assert (matrix.t() @ matrix - torch.eye(64)).abs().max() < 1e-5
+    assert float(torch.linalg.det(matrix.detach().double())) == pytest.approx(1.0, abs=1e-5)
+    z = model.encoders[0](x)
+    assert torch.allclose(model.rotation(z).norm(dim=1), z.norm(dim=1), rtol=1e-5)
+    quantised_by_identity = model.decode(torch.cat(model.channels(model.latent([x])), dim=1))[0]
+    assert torch.allclose(quantised_by_identity, model.decoders[0](z), atol=1e-5)
+
+
+def test_every_reflection_learns_and_stays_a_reflection():
+    model, x = osq()
+    model.start_quantising([x], 0)
+    optimizer = adamw(model, 1e-2, 0.0)
+    before = model.rotation.v.detach().clone()
+    for step in range(100):
+        optimizer.zero_grad()
+        model.losses([x])["loss"].backward()
+        if step == 0:
+            assert (model.rotation.v.grad.abs().sum(1) > 0).all()
+        optimizer.step()
+    matrix = model.rotation(torch.eye(8))
+    assert (matrix @ matrix.t() - torch.eye(8)).abs().max() < 1e-5
+    assert (model.rotation.v - before).abs().max() > 0.05
+
+
+def test_real_codes_are_bijections_and_not_functions_of_each_other(movielens_100k, tmp_path):
+    vectors = load_text_vectors(movielens_100k / "texts")[1:]
+    config = RQVAEConfig((384,), (32, 32, 32), ((128,),), 64, channels=2, rotation="householder")
+    plan = TokenizerPlan(steps=60, warm_up=20, batch=256)
+    fitted = fit_rqvae(vectors, config, plan=plan, seed=0, state=StateFolder(tmp_path), device="cpu")
+    first = [codes[:, 0] for codes in fitted.codes]
+    assert 0.02 < mutual_information(*first, normalised=True) < 0.9
+    for codes in fitted.codes:
+        table = resolve_collisions(codes, (32, 32, 32))
+        assert table.levels == 4
+        assert len(table.leaves) == len(vectors) == 1682
+    assert fitted.statistics["orthogonality_error"] < 1e-5
+
+
+# Encoder
+
+
+def test_item_context_attention_is_local():
+    torch.manual_seed(0)
+    ica, x = ItemContextAttention(16, 4).eval(), torch.randn(5, 4, 16)
+    out = ica(x)
+    moved = x.clone()
+    moved[2, 1] += 1.0
+    other = ica(moved)
+    rest = [0, 1, 3, 4]
+    assert torch.equal(out[rest], other[rest])
+    assert ((out[2] - other[2]).abs().amax(1) > 1e-4).all()  # all tokens of the item hear of it
+    swap = [0, 3, 2, 1]
+    assert torch.allclose(ica(x[:, swap]), out[:, swap], atol=1e-6)
+    with torch.no_grad():
+        ica.gate.bias.fill_(-30.0)
+    assert torch.allclose(ica(x), x, atol=1e-6)
+
+
+def test_item_context_attention_is_its_formula():
+    torch.manual_seed(0)
+    ica, x = ItemContextAttention(6, 2).eval(), torch.randn(1, 3, 6)
+    q = ica.to_query(ica.query).view(2, 3)
+    k, v = ica.to_pair(x[0]).chunk(2, dim=1)
+    read = []
+    for head in range(2):
+        part = slice(3 * head, 3 * head + 3)
+        read.append((k[:, part] @ q[head] / math.sqrt(3)).softmax(0) @ v[:, part])
+    z = ica.norm(ica.out(torch.cat(read)))
+    assert torch.allclose(ica.summary(x)[0], z, atol=1e-6)
+    gate = torch.sigmoid(ica.gate(torch.cat([x[0], ica.mlp(z).expand(3, -1)], dim=1)))
+    assert torch.allclose(ica(x)[0], x[0] + gate * ica.mlp(z), atol=1e-6)
+
+
+def test_four_fused_tokens_an_item_and_eight_apart():
+    fused, apart = build(), build(fused=False)
+    assert fused.item_tokens(ITEMS).shape == (2, 6, 4, 16)
+    assert apart.item_tokens(ITEMS).shape == (2, 6, 8, 16)
+    assert not fused.item_tokens(ITEMS)[0, :2].any()
+    assert not torch.allclose(build(ica=False).item_tokens(ITEMS), fused.item_tokens(ITEMS))
+    assert math.isfinite(float(apart.training_loss(SIDBatch(ITEMS, TARGET, USER)).detach()))
+
+
+@pytest.mark.parametrize("switches", [{}, {"fused": False, "ica": False}])
+def test_windows_are_causal_between_items_and_padding_is_nothing(switches):
+    model = build(**switches)
+    memories = model.context(ITEMS)
+    later = ITEMS.clone()
+    later[:, -1] = torch.tensor([33, 34])
+    per_item = model.per_item
+    for memory, changed in zip(memories, model.context(later), strict=True):
+        assert torch.allclose(memory.states[:, : 5 * per_item], changed.states[:, : 5 * per_item], atol=1e-6)
+        assert not torch.allclose(memory.states[:, 5 * per_item :], changed.states[:, 5 * per_item :])
+    short = scores(model, ITEMS[:1, 2:])
+    assert torch.allclose(short, scores(model, ITEMS[:1]), atol=1e-4)
+
+
+def scores(model: Barge, items):
+    with torch.no_grad():
+        return exhaustive_sid_scores(model.channels[0], model.context(items)[0], TABLES[0])[:, 1:]
+
+
+def test_a_target_of_a_window_is_spelled_from_the_items_up_to_it():
+    """The loss of the last target alone is what serving says of that item."""
+    model = build(hpr=0.0)
+    target = torch.zeros_like(TARGET)
+    target[:, -1] = TARGET[:, -1]
+    loss = float(model.training_loss(SIDBatch(ITEMS, target, USER)).detach())
+    with torch.no_grad():
+        memories = model.context(ITEMS)
+        expected = 0.0
+        for channel, memory, table in zip(model.channels, memories, TABLES, strict=True):
+            logp = exhaustive_sid_scores(channel, memory, table)
+            expected -= float(logp[torch.arange(2), TARGET[:, -1]].mean()) / table.levels
+    assert loss == pytest.approx(expected, rel=1e-5)
+    later = ITEMS.clone()
+    later[:, 4:] = torch.tensor([[21, 22], [23, 24]])
+    target[:, -1], target[:, 3] = 0, TARGET[:, 3]
+    first = model.training_loss(SIDBatch(ITEMS, target, USER))
+    assert torch.allclose(first, model.training_loss(SIDBatch(later, target, USER)), atol=1e-6)
+
+
+def test_channels_share_the_encoder_and_nothing_else():
+    model = build()
+    model.training_loss(SIDBatch(ITEMS, TARGET, USER)).backward()
+    named = dict(model.named_parameters())
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in named.values())
+    a, b = model.channels
+    assert {id(p) for p in a.parameters()}.isdisjoint({id(p) for p in b.parameters()})
+    with pytest.raises(ConfigError, match="equally many levels"):
+        Barge([TABLES[0], resolve_collisions(random_codes(60, (8, 8), seed=0), (8, 8))], CONFIG)
+
+
+# Hierarchical path re-ranking
+
+
+def test_path_loss_by_hand():
+    eye, none = torch.eye(2), torch.eye(2, dtype=torch.bool)
+    assert float(path_contrast(eye, eye, 1.0, none)) == pytest.approx(0.313262, abs=1e-6)
+    assert float(path_contrast(eye, eye, 0.1, none)) == pytest.approx(4.54e-5, rel=1e-3)
+    assert float(path_contrast(eye, eye, 1.0, torch.ones(2, 2, dtype=torch.bool))) == 0.0
+
+
+def test_rows_of_one_prefix_are_no_negatives_at_its_level():
+    torch.manual_seed(0)
+    reranker, h = PathReranker(8, 2), torch.randn(2, 8)
+    paths = torch.randn(2, 2, 8)
+    codes = torch.tensor([[3, 1, 0], [3, 2, 0]])
+    single = [path_contrast(reranker.u(n, h), reranker.v(n, paths[:, n]), 0.1, torch.eye(2).bool()) for n in (0, 1)]
+    assert float(single[0].detach()) > 1e-3
+    assert torch.allclose(reranker.loss(h, paths, codes), single[1])  # the first level is shared, the second is not
+    apart = reranker.loss(h, paths, torch.tensor([[3, 1, 0], [2, 1, 0]]))  # another first code: other prefixes below
+    assert torch.allclose(apart, single[0] + single[1])
+
+
+def test_temperature_is_learned_between_its_bounds():
+    reranker = PathReranker(8, 3)
+    assert torch.allclose(reranker.tau(), torch.full((3,), 0.1))
+    with torch.no_grad():
+        reranker.log_tau.copy_(torch.tensor([-9.0, 0.0, 5.0]))
+    assert torch.allclose(reranker.tau(), torch.tensor([0.03, 1.0, 1.0]))
+
+
+def test_a_path_is_the_sum_of_its_codes():
+    channel = build().channels[0]
+    paths = channel.paths(torch.tensor([2, 0, 3]))
+    third = channel.embedding.weight[channel.vocab.token(2, 3)]
+    assert torch.allclose(paths[2], paths[1] + third, atol=1e-6)
+    assert torch.allclose(channel.paths(torch.tensor([2, 0]))[-1], paths[1])
+
+
+def test_disliked_items_are_further_negatives_of_their_user():
+    batch, low = SIDBatch(ITEMS, TARGET, USER), torch.zeros(3, 2, dtype=torch.int64)
+    plain = build().training_loss(batch)
+    assert torch.allclose(build(low=low, disliked=True).training_loss(batch), plain)
+    low[1] = torch.tensor([50, 51])
+    assert float(build(low=low, disliked=True).training_loss(batch) - plain) > 1e-4
+    only = torch.zeros_like(TARGET)
+    only[0, -1] = 30
+    low[1], alone = torch.tensor([30, 0]), SIDBatch(ITEMS, only, USER)  # the target's own path is no negative
+    assert torch.allclose(build(low=low, disliked=True).training_loss(alone), build().training_loss(alone))
+    with pytest.raises(ConfigError, match="not given"):
+        build(disliked=True)
+
+
+def test_context_vectors_rank_the_paths_of_a_beam():
+    model = build()
+    with torch.no_grad():
+        memory = model.context(ITEMS)[0]
+    channel, trie = model.channels[0], PrefixTrie.of(TABLES[0])
+    alive = trie.alive(ITEMS)
+    plain = constrained_beam(SIDStep(channel), memory, trie, 7, alive=alive)
+    with torch.no_grad():
+        guided = channel_beam(channel, memory, trie, 7, path_hook(channel, memory, 0.0), alive)
+        assert torch.equal(guided.codes, plain.codes)
+        assert torch.allclose(guided.logp, plain.logp)
+        strong = channel_beam(channel, memory, trie, 7, path_hook(channel, memory, 2.0), alive)
+    assert not torch.equal(strong.codes, plain.codes)
+    kept = strong.found()
+    exact = exhaustive_sid_scores(channel, memory, TABLES[0])
+    items = trie.expand(strong.leaf[..., 0], 7)
+    assert torch.allclose(strong.logp[kept], exact.gather(1, items)[kept], atol=1e-4)  # log p alone is carried on
+
+
+def planted(eta: float, preselect: int):
+    """First codes kept by a beam of 3: code 3 has the fourth log-probability and the highest cosine."""
+    table = resolve_collisions(np.arange(12)[:, None], (12,))
+    trie, width = PrefixTrie.of(table), 3
+    first = torch.tensor([5.0, 4.9, 4.8, 4.5, 3, 2, 1, 0.9, 0.8, 0.7, 0.6, 0.5])
+    cosine = torch.linspace(-0.2, 0.2, 12)
+    cosine[3] = 1.0
+    vectors = torch.stack([cosine, (1 - cosine**2).sqrt()], dim=1)
+    reranker = PathReranker(2, 1)
+    with torch.no_grad():
+        reranker.context[0].weight.copy_(torch.eye(2)), reranker.path[0].weight.copy_(torch.eye(2))
+    channel = SimpleNamespace(
+        reranker=reranker,
+        opening=lambda memory: torch.tensor([[1.0, 0.0]]),
+        paths=lambda codes: vectors[codes].cumsum(-2),
+    )
+
+    def step(codes, parent, state):
+        if codes is None:
+            return first.view(1, 1, -1), None
+        return torch.zeros(1, codes.shape[1], 1), None
+
+    hook = path_hook(channel, None, eta)
+    beams = constrained_beam(step, None, trie, width, on_level=hook, preselect=preselect, offsets=[0, 0])
+    return set(beams.codes[0, :, 0].tolist())
+
+
+@torch.no_grad()
+def test_planted_drift_is_mended_by_the_path():
+    assert planted(0.0, 3) == {0, 1, 2}
+    assert 3 in planted(5.0, 3)
+    assert planted(5.0, 1) == {0, 1, 2}  # without the wider pre-selection it is gone before it is judged
+    assert planted(1e4, 3) == {3, 8, 7}  # by cosine only, among the nine likeliest
+
+
+# Fusion and serving
+
+
+def example(logp_a, logp_b):
+    """A ranks x, y, z and B ranks z, w, x, with x, y, z, w = 1, 2, 3, 4."""
+    return ChannelLists([np.array([[1, 2, 3]]), np.array([[3, 4, 1]])], [np.array([logp_a]), np.array([logp_b])])
+
+
+def test_or_fusion_by_hand():
+    lists = example([-1.0, -3.0, -4.0], [-0.5, -2.0, -6.0])
+    assert fuse(lists, count=6, missing=51).tolist() == [[3, 1, 4, 2, 0, 0]]
+    lists = example([-0.1, -1.5, -4.0], [-0.5, -2.0, -6.0])
+    assert fuse(lists, count=4, missing=51).tolist() == [[1, 3, 2, 4]]
+    assert fuse(lists, count=4).tolist() == [[1, 3, 2, 4]]
+
+
+def test_other_fusions():
+    lists = ChannelLists(
+        [np.array([[5, 1, 2]]), np.array([[6, 2, 0]])], [np.array([[-1.0, -2, -3]]), np.array([[-1.5, -2.5, -np.inf]])]
+    )
+    assert fuse(lists, "or", 5).tolist() == [[5, 6, 2, 1, 0]]
+    assert fuse(lists, "and", 5).tolist() == [[2, 5, 6, 1, 0]]
+    assert fuse(lists, "logsum", 4).tolist() == [[5, 6, 1, 2]]
+    both = math.log(math.exp(-3) + math.exp(-2.5))
+    assert both < -2  # so that item 2 stays behind item 1 in the sum
+    assert lists.overlap().tolist() == [pytest.approx(1 / 3)]
+    assert fuse(lists.only(1), "or", 3).tolist() == [[6, 2, 0]]
+    with pytest.raises(ValueError, match="unknown fusion"):
+        fuse(lists, "xor")
+
+
+def test_wide_beams_are_exhaustive_and_targets_survive_them(data):
+    model, positions = build(), np.arange(8)
+    search = DualSearch(model, data, TABLES, synthetic.ITEMS, CPU)
+    for eta in (0.0, 1.0):
+        found = search.lists("test", positions, eta, survival=True)
+        for channel, (items, table) in enumerate(zip(found.items, TABLES, strict=True)):
+            exact = scorer(_One(model, channel), data, [table], CPU)("test", positions)
+            expected = top_items(exact, [data.history("test", i) for i in positions], 20)
+            assert np.array_equal(items[:, :20], expected)
+        assert all(s.all() for s in found.survived)
+    narrow = DualSearch(model, data, TABLES, 5, CPU).lists("test", positions, 0.0, survival=True)
+    target = data.test_target[positions]
+    for items, survived in zip(narrow.items, narrow.survived, strict=True):
+        assert np.array_equal(survived[:, -1], (items == target[:, None]).any(1))
+        assert (np.diff(survived.astype(int), axis=1) <= 0).all()
+    listed = search.lister(1.0)("test", positions)
+    assert listed.shape == (8, 10)
+    assert all(not np.isin(row, data.history("test", i)).any() for row, i in zip(listed, positions, strict=True))
+
+
+class _One(torch.nn.Module):
+    """One channel of a model, as a model."""
+
+    def __init__(self, model: Barge, channel: int):
+        super().__init__()
+        self.model, self.channel, self.config = model, channel, model.config
+        self.channels = [model.channels[channel]]
+
+    def context(self, items, user):
+        return (self.model.context(items)[self.channel],)
+
+
+def test_watching_a_beam_changes_nothing():
+    model, kept = build(), []
+    with torch.no_grad():
+        memory = model.context(ITEMS)[0]
+        channel, trie = model.channels[0], PrefixTrie.of(TABLES[0])
+        hook = path_hook(channel, memory, 1.0)
+        plain = channel_beam(channel, memory, trie, 5, hook)
+        looked = channel_beam(channel, memory, trie, 5, watched(hook, 5, plain.codes[:, 2], kept))
+    assert torch.equal(plain.codes, looked.codes)
+    assert torch.stack(kept).all()  # a path of the answer was never lost
+    assert len(kept) == TABLES[0].levels
+
+
+def test_disliked_items_come_from_the_train_part(data, monkeypatch):
+    table = synthetic.interactions(users=20, ratings=30)
+    monkeypatch.setattr("adapters.barge.experiment.load_interactions", lambda folder: table)
+    found = disliked_items(SimpleNamespace(data=lambda name: name), data)
+    for user, train in zip(data.users, data.train, strict=True):
+        rated = {
+            int(i): r for i, r in zip(table.item[table.user == user], table.rating[table.user == user], strict=True)
+        }
+        low = [int(i) for i in train if rated[int(i)] <= 2][-8:]
+        assert found[user].tolist() == low + [0] * (8 - len(low))
