@@ -32,7 +32,7 @@ LOWER_IS_BETTER = frozenset(
         "feedback_ne",
         "nip_loss",
     }
-    | {"ntp_val_loss", "val_ntp_loss", "dislike_hit@10", "max_grad_norm_rl", "kl_to_sft", "short_lists"}
+    | {"ntp_val_loss", "val_ntp_loss", "dislike_hit@10", "max_grad_norm_rl", "kl_to_sft", "short_lists", "profile_kl"}
 )
 MIN_SEEDS = 3
 NEVER_A_RESULT = ("tiny", "smoke")
