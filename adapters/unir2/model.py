@@ -1,0 +1,378 @@
+"""UniR2 (arXiv:2607.24439): recall and multi-objective ranking in one decoder-only sequence.
+
+    seq = [u_1 .. u_P, BOS, e(c_1) .. e(c_L), f_1 .. f_R]
+    generation query: the prefix and the codes before it;  ranking query: last prefix token, all code states, all f
+    X_rank = sg(W_X h) + B_X A_X h',  X in {Q, K, V};  h' = sg(h) for prefix and codes, h for ranking tokens
+    L = L_gen + mu sum_t BCE(y_t, tower_t),  score = alpha log p(s_v | u) / L + sum_t w_t log p_t
+
+Shapes: B requests, P prefix tokens, w branches (candidates), L code levels, R ranking tokens, D width, H heads.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from adapters.unir2.events import Requests
+from adapters.unir2.features import RANKING_TOKENS, START_SCALE, ItemFacts, PrefixTokens, RankingTokens
+from auto_research.blocks.beam_search import constrained_beam
+from auto_research.blocks.biased_transformer import BiasedBlock, BiasedTransformer, KeyValueCache
+from auto_research.blocks.branch_cache import OwnCache, branch_attention
+from auto_research.blocks.lora import LowRank, detached_linear
+from auto_research.blocks.prefix_trie import PrefixTrie
+from auto_research.blocks.semantic_ids import SIDTable, SIDVocab
+from auto_research.blocks.sid_models import SIDConfig, SIDModel, SIDStep
+from auto_research.runtime.precision import float32_region
+
+TASKS = ("click", "longview", "gift")
+THRESHOLDS = (3, 4, 5)
+GENERATED = 3  # lowest rating of an event that is generated
+TOWER = 64
+READS = ("state", "prefix", "causal")
+
+
+@dataclass(frozen=True)
+class UniR2Config:
+    """Sizes and switches.
+
+    generation, ranking: which branch exists.  stop: ranking leaves the weights of the trunk and what it reads alone.
+    lora: low-rank updates of its own, of rank `rank`.  copy: layers of its own, in place of shared ones.
+    reads: what ranking tokens read of the prefix: its last state, all of it, or all of it with a causal order among the
+    ranking tokens too.  trajectory: False hides the code states from them.
+    """
+
+    width: int = 64
+    heads: int = 4
+    layers: int = 3
+    hidden: int = 256
+    dropout: float = 0.1
+    history: int = 30
+    rank: int = 8
+    generation: bool = True
+    ranking: bool = True
+    stop: bool = True
+    lora: bool = True
+    copy: bool = False
+    reads: str = "state"
+    trajectory: bool = True
+
+    def __post_init__(self) -> None:
+        if self.reads not in READS or not (self.generation or self.ranking):
+            raise ValueError(f"unknown reads {self.reads!r}, or neither generation nor ranking")
+
+    def trunk(self) -> SIDConfig:
+        return SIDConfig(
+            self.width, self.heads, 0, self.layers, self.hidden, self.dropout, norm="rms", ffn="gelu", head="level",
+            positions=0, std=START_SCALE,
+        )  # fmt: skip
+
+
+class Context(NamedTuple):
+    """A read prefix: keys and values of every layer, and per layer the normed inputs [B, P, D] of its tokens.
+
+    newest: int64[B] place of the last real token.
+    """
+
+    shared: KeyValueCache
+    inputs: tuple[Tensor, ...]
+    newest: Tensor
+
+    @property
+    def mask(self) -> Tensor:
+        return self.shared.mask
+
+
+class Trajectory(NamedTuple):
+    """Code tokens of the branches: keys and values, and per layer their normed inputs [B, w, t, D]."""
+
+    own: OwnCache
+    inputs: tuple[Tensor, ...]
+
+    @property
+    def length(self) -> int:
+        return self.own.length
+
+    @property
+    def keys(self) -> tuple[Tensor, ...]:
+        return self.own.keys
+
+    @property
+    def values(self) -> tuple[Tensor, ...]:
+        return self.own.values
+
+    def reorder(self, parent: Tensor) -> Trajectory:
+        """Branch c continues branch parent[b, c]."""
+        index = parent[:, :, None, None]
+        moved = tuple(x.gather(1, index.expand(-1, -1, *x.shape[2:])) for x in self.inputs)
+        return Trajectory(self.own.reorder(parent), moved)
+
+
+class Generator(SIDModel):
+    """Decoder over prefix and codes that also keeps what a ranking branch reads: the normed inputs of its layers."""
+
+    def __init__(self, vocab: SIDVocab, config: SIDConfig):
+        super().__init__(vocab, config)
+        self.trunk = BiasedTransformer(config.stack(config.layers, "none"))
+        self.place = nn.Parameter(torch.randn(vocab.levels + 1, config.width) * config.std)
+
+    def read(self, x: Tensor, mask: Tensor) -> Context:
+        """Prefix tokens [B, P, D], causal among themselves; they never see a code or a ranking token."""
+        batch, length, _ = x.shape
+        x = self.dropout(x)
+        position = torch.arange(length, device=x.device).expand(batch, -1)
+        causal = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
+        visible = (causal & mask.unsqueeze(1)) | torch.eye(length, dtype=torch.bool, device=x.device)
+        keys, values, inputs = [], [], []
+        for block in self.trunk.blocks:
+            inputs.append(block.norm_attention(x))
+            q, k, v = block.project(x, position)
+            keys.append(k), values.append(v)
+            x = block.finish(x, F.scaled_dot_product_attention(q, k, v, attn_mask=visible.unsqueeze(1)))
+        newest = (mask.long() * torch.arange(1, length + 1, device=mask.device)).argmax(1)
+        return Context(KeyValueCache(tuple(keys), tuple(values), mask, position, None), tuple(inputs), newest)
+
+    def spell(self, tokens: Tensor, ctx: Context, own: Trajectory | None = None) -> tuple[Tensor, Trajectory]:
+        """States [B, w, T, D] of code tokens int64 [B, w, T] of the branches, and the longer trajectory."""
+        known = 0 if own is None else own.length
+        batch, width, length = tokens.shape
+        x = self.dropout(self.embedding(tokens) + self.place[known : known + length]).flatten(0, 1)
+        position = torch.arange(known + length, device=tokens.device).expand(batch * width, -1)
+        keys, values, inputs = [], [], []
+        for n, block in enumerate(self.trunk.blocks):
+            inputs.append(block.norm_attention(x).unflatten(0, (batch, width)))
+            q, k, v = block.project(x, position[:, known:])
+            if own is not None:
+                k = torch.cat([own.keys[n].flatten(0, 1), k], dim=2)
+                v = torch.cat([own.values[n].flatten(0, 1), v], dim=2)
+                inputs[-1] = torch.cat([own.inputs[n], inputs[-1]], dim=2)
+            x = block.finish(x, branch_attention(block, q, k, v, ctx.shared, n, ctx.mask.unsqueeze(1), position))
+            keys.append(k.unflatten(0, (batch, width))), values.append(v.unflatten(0, (batch, width)))
+        made = Trajectory(OwnCache(tuple(keys), tuple(values)), tuple(inputs))
+        return self.trunk.norm(x).unflatten(0, (batch, width)), made
+
+    def whole(self, codes: Tensor, ctx: Context) -> tuple[Tensor, Trajectory]:
+        """States and trajectory of [BOS, c_1 .. c_L], L + 1 tokens, of codes int64 [B, w, L]."""
+        last = torch.where(codes[..., -1:] < 0, self.vocab.pad, codes[..., -1:] + self.offset[-1])
+        return self.spell(torch.cat([self.target_tokens(codes), last], dim=2), ctx)
+
+    def logprob(self, states: Tensor, codes: Tensor) -> Tensor:
+        """float32 [B, w, L] log p of the codes out of the states of `whole`."""
+        parts = []
+        for level in range(self.vocab.levels):
+            logp = self.logits(states[:, :, level], level).float().log_softmax(-1)
+            parts.append(logp.gather(-1, codes[..., level : level + 1].clamp(min=0)).squeeze(-1))
+        return torch.stack(parts, dim=2)
+
+
+class RankingLayer(nn.Module):
+    """One layer as the ranking branch sees it: the generator's weights, detached, and its own low-rank updates.
+
+    Holds no weight of the layer itself; `block` is handed in.
+    """
+
+    def __init__(self, block: BiasedBlock, config: UniR2Config):
+        super().__init__()
+        width, rank = config.width, config.rank
+        self.stop, self.heads = config.stop, block.heads
+        self.own = copy.deepcopy(block) if config.copy else None
+        self.lora = config.lora and not config.copy
+        if self.lora:
+            self.query, self.key, self.value = (LowRank(width, width, rank) for _ in range(3))
+            self.out = LowRank(width, width, rank)
+            self.up, self.down = LowRank(width, config.hidden, rank), LowRank(config.hidden, width, rank)
+
+    def project(self, block: BiasedBlock, x: Tensor) -> Tensor:
+        """q, k, v [.., 3 D] of normed inputs: sg(W x) + B A x."""
+        base = block.qkv(x)
+        if self.stop and self.own is None:
+            base = base.detach()
+        if not self.lora:
+            return base
+        return base + torch.cat([self.query(x), self.key(x), self.value(x)], dim=-1)
+
+    def _linear(self, linear: nn.Linear, update: str, x: Tensor) -> Tensor:
+        """W x + b with detached weights (the gradient reaches x), and the update."""
+        base = detached_linear(linear, x) if self.stop and self.own is None else linear(x)
+        return base + getattr(self, update)(x) if self.lora else base
+
+    def forward(self, block: BiasedBlock, x: Tensor, read: Tensor, visible: Tensor) -> Tensor:
+        """Ranking tokens x [N, R, D]; read [N, S, D] normed inputs of prefix and codes; visible bool[N, R, S + R]."""
+        shared = self.own is None
+        block = block if shared else self.own
+        stop = self.stop and shared
+        own = self.project(block, scaled(block.norm_attention, x, stop))
+        both = torch.cat([self.project(block, read.detach() if self.stop else read), own], dim=1)
+
+        def heads(y: Tensor) -> Tensor:
+            return y.unflatten(2, (self.heads, -1)).transpose(1, 2)  # (N, H, .., dh)
+
+        width = x.shape[2]
+        q, k, v = heads(own[..., :width]), heads(both[..., width : 2 * width]), heads(both[..., 2 * width :])
+        seen = F.scaled_dot_product_attention(q.contiguous(), k, v, attn_mask=visible.unsqueeze(1))
+        seen = seen.transpose(1, 2).flatten(2).to(x.dtype)
+        x = x + block.dropout(self._linear(block.out, "out", seen))
+        first, activation, second = block.ffn
+        inner = activation(self._linear(first, "up", scaled(block.norm_ffn, x, stop)))
+        return x + block.dropout(self._linear(second, "down", inner))
+
+
+def scaled(norm: nn.RMSNorm, x: Tensor, stop: bool) -> Tensor:
+    """RMSNorm whose scale is read, but not trained, with `stop`."""
+    return F.rms_norm(x, norm.normalized_shape, norm.weight.detach() if stop else norm.weight, norm.eps)
+
+
+class RankingBranch(nn.Module):
+    """Ranking tokens through all layers, and one tower per task."""
+
+    def __init__(self, generator: Generator, facts: ItemFacts, config: UniR2Config):
+        super().__init__()
+        self.config = config
+        self.tokens = RankingTokens(facts, config.width)
+        self.layers = nn.ModuleList(RankingLayer(block, config) for block in generator.trunk.blocks)
+        self.norm = nn.RMSNorm(config.width) if config.copy else None
+        self.towers = nn.ModuleList(
+            nn.Sequential(nn.Linear(RANKING_TOKENS * config.width, TOWER), nn.GELU(), nn.Linear(TOWER, 1))
+            for _ in TASKS
+        )
+
+    def forward(self, generator: Generator, ctx: Context, made: Trajectory | None, x: Tensor) -> Tensor:
+        """Logits float32 [B, w, tasks] of ranking tokens x [B, w, R, D]; made: None without code states."""
+        states = self.states(generator, ctx, made, x)
+        logits = torch.cat([tower(states.flatten(2)) for tower in self.towers], dim=2)
+        return logits.float()
+
+    def states(self, generator: Generator, ctx: Context, made: Trajectory | None, x: Tensor) -> Tensor:
+        """Final ranking tokens [B, w, R, D]."""
+        batch, width, count, _ = x.shape
+        x = x.flatten(0, 1)
+        visible = self.visible(ctx, made, width, count)
+        for n, (layer, block) in enumerate(zip(self.layers, generator.trunk.blocks, strict=True)):
+            x = layer(block, x, self._read(ctx, made, n, width), visible)
+        x = scaled(generator.trunk.norm, x, self.config.stop) if self.norm is None else self.norm(x)
+        return x.unflatten(0, (batch, width))
+
+    def _read(self, ctx: Context, made: Trajectory | None, layer: int, width: int) -> Tensor:
+        """Normed inputs [B w, S, D] of what the ranking tokens may read of prefix and codes."""
+        prefix = ctx.inputs[layer]
+        if self.config.reads == "state":
+            prefix = prefix[torch.arange(len(prefix), device=prefix.device), ctx.newest].unsqueeze(1)
+        prefix = prefix.unsqueeze(1).expand(-1, width, -1, -1)
+        return (prefix if made is None else torch.cat([prefix, made.inputs[layer]], dim=2)).flatten(0, 1)
+
+    def visible(self, ctx: Context, made: Trajectory | None, width: int, count: int) -> Tensor:
+        """M_rank bool [B w, R, S + R]: S are the prefix columns that are read at all, and the code states."""
+        batch = len(ctx.mask)
+        read = ctx.mask if self.config.reads != "state" else ctx.mask.new_ones(batch, 1)
+        if made is not None:
+            path = ctx.mask.new_full((batch, made.length), self.config.trajectory)
+            read = torch.cat([read, path], dim=1)
+        read = read.repeat_interleave(width, dim=0)  # (B w, S)
+        own = torch.ones(count, count, dtype=torch.bool, device=read.device)
+        if self.config.reads == "causal":
+            own = own.tril()
+        return torch.cat([read.unsqueeze(1).expand(-1, count, -1), own.expand(len(read), -1, -1)], dim=2)
+
+
+def generation_loss(logp: Tensor, rating: Tensor) -> Tensor:
+    """L_gen of log p [B, L] of the codes: mean over levels, and over the events rated at least 3."""
+    with float32_region(logp.device):
+        wanted = (rating >= GENERATED).float()
+        return -(logp.float().mean(1) * wanted).sum() / wanted.sum().clamp(min=1)
+
+
+class Served(NamedTuple):
+    """Items int64[B, w] of a beam in its order (0 = none), logp float32[B, w] and task logits [B, w, tasks] or None."""
+
+    item: Tensor
+    logp: Tensor
+    tasks: Tensor | None
+
+
+class UniR2(nn.Module):
+    """`read` once, `losses` in training, `candidates` and `serve` behind it."""
+
+    def __init__(self, config: UniR2Config, table: SIDTable, facts: ItemFacts):
+        super().__init__()
+        self.config, self.sid = config, table
+        self.prefix = PrefixTokens(facts, config.history, config.width)
+        self.generator = Generator(SIDVocab.of(table), config.trunk())
+        if config.ranking:
+            self.ranking = RankingBranch(self.generator, facts, config)
+        if not config.generation:  # a ranker alone spells no code
+            generator = self.generator
+            for unused in (generator.embedding.weight, generator.place, *generator.heads.parameters()):
+                unused.requires_grad_(False)
+            if config.stop or config.trajectory:
+                raise ValueError("ranking without generation trains its own trunk and reads no code states")
+        self.register_buffer("codes", torch.from_numpy(table.codes.copy()), persistent=False)
+        self.trie = PrefixTrie.of(table)
+
+    def _apply(self, fn, recurse: bool = True):
+        moved = super()._apply(fn, recurse)
+        self.trie = self.trie.to(self.codes.device)
+        return moved
+
+    def read(self, request: Requests) -> Context:
+        """The user prefix, once per request."""
+        return self.generator.read(*self.prefix(request))
+
+    def paths(self, request: Requests, ctx: Context, item: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """log p of every code float32 [B, w, L] and task logits [B, w, tasks] of items int64 [B, w], teacher-forced.
+
+        Either is None where there is no such branch.
+        """
+        if not self.config.generation:
+            return None, self.ranking(self.generator, ctx, None, self.ranking.tokens(request, item))
+        codes = self.codes[item]
+        states, made = self.generator.whole(codes, ctx)
+        logp = self.generator.logprob(states, codes)
+        if not self.config.ranking:
+            return logp, None
+        return logp, self.ranking(self.generator, ctx, made, self.ranking.tokens(request, item))
+
+    def outputs(self, batch) -> tuple[Tensor | None, Tensor | None]:
+        """L_gen and the task logits [B, 2, tasks] of a `RowBatch`; None where there is no such branch."""
+        logp, tasks = self.paths(batch.request, self.read(batch.request), batch.item)
+        return None if logp is None else generation_loss(logp[:, 0], batch.rating), tasks
+
+    def rank(self, request: Requests, item: Tensor) -> Tensor:
+        """Task logits [B, w, tasks] of items int64 [B, w]."""
+        return self.paths(request, self.read(request), item)[1]
+
+    @torch.no_grad()
+    def catalogue(self, request: Requests, chunk: int = 256) -> tuple[Tensor, Tensor | None]:
+        """log p(s_v | u) [B, I + 1] (column 0 -inf) and task logits [B, I + 1, tasks] of every item."""
+        ctx = self.read(request)
+        items = torch.arange(len(self.codes), device=self.codes.device).expand(len(request.item), -1)
+        parts = [self.paths(request, ctx, part) for part in items.split(chunk, dim=1)]
+        logp = torch.cat([logp.sum(2) for logp, _ in parts], dim=1)
+        logp[:, 0] = -torch.inf
+        return logp, torch.cat([tasks for _, tasks in parts], dim=1) if self.config.ranking else None
+
+    @torch.no_grad()
+    def serve(self, request: Requests, seen: Tensor, *, width: int) -> Served:
+        """A beam of `width` unseen items, and their task logits from the very states the beam made."""
+        ctx = self.read(request)
+        beams = constrained_beam(SIDStep(self.generator), ctx, self.trie, width, alive=self.trie.alive(seen))
+        leaf = beams.leaf[..., 0]
+        item = self.trie.group[leaf.clamp(min=0), 0].masked_fill(leaf < 0, 0)
+        if not self.config.ranking:
+            return Served(item, beams.logp, None)
+        own = beams.state[1].reorder(beams.parent)
+        last = (beams.codes[..., -1:] + self.generator.offset[-1]).clamp(min=0)
+        _, made = self.generator.spell(last, ctx, own)
+        tasks = self.ranking(self.generator, ctx, made, self.ranking.tokens(request, item))
+        return Served(item, beams.logp, tasks)
+
+
+def unified_score(logp: Tensor, tasks: Tensor | None, levels: int, alpha: float, weights: tuple[float, ...]) -> Tensor:
+    """alpha log p(s_v | u) / L + sum_t w_t log p_t(u, v), float32 [B, w]; logp -inf stays last."""
+    score = alpha * logp.float() / levels
+    if tasks is not None:
+        score = score + (F.logsigmoid(tasks.float()) * torch.tensor(weights, device=tasks.device)).sum(2)
+    return score.masked_fill(logp == -torch.inf, -torch.inf)
