@@ -1,0 +1,79 @@
+"""The trainable text encoder: frozen states of word pieces in, one dense vector per item out (COBRA, section 3.2)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from auto_research.blocks.dropout import Dropout
+
+
+class TextBatch(NamedTuple):
+    """Word pieces of N items: rows int64[n] of the packed states, place int64[n] of each in a table [N, T], mask bool[N, T]."""
+
+    rows: Tensor
+    place: Tensor
+    mask: Tensor
+
+    def to(self, device: torch.device) -> TextBatch:
+        return TextBatch(*(tensor.to(device) for tensor in self))
+
+
+class PackedTexts:
+    """Word-piece states of a catalogue without padding: states float32[all pieces, D], starts int64[n_items + 2]."""
+
+    def __init__(self, states: np.ndarray, mask: np.ndarray):
+        self.states = torch.from_numpy(np.ascontiguousarray(states[mask], dtype=np.float32))
+        self.starts = np.concatenate([[0], np.cumsum(mask.sum(1))]).astype(np.int64)
+
+    @property
+    def n_items(self) -> int:
+        return len(self.starts) - 2
+
+    def batch(self, items: np.ndarray) -> TextBatch:
+        """Pieces of distinct items int64[N]; the padding item 0 has none. Known sizes, so no device waits for them."""
+        first, length = self.starts[items], self.starts[items + 1] - self.starts[items]
+        owner = np.repeat(np.arange(len(items)), length)
+        column = np.arange(len(owner)) - np.repeat(np.cumsum(length) - length, length)
+        longest = max(1, int(length.max(initial=0)))
+        mask = np.arange(longest) < length[:, None]
+        return TextBatch(*map(torch.from_numpy, (first[owner] + column, owner * longest + column, mask)))
+
+
+class TextEncoder(nn.Module):
+    """v_i = W_o Enc([CLS; W_p H_i])_CLS with one pre-norm Transformer layer.
+
+    Only the state of CLS is read, so only its query, its residual and its feed-forward are computed.
+    """
+
+    def __init__(self, texts: PackedTexts, width: int, heads: int, hidden: int, dropout: float):
+        super().__init__()
+        self.heads = heads
+        self.register_buffer("states", texts.states, persistent=False)
+        self.project = nn.Linear(texts.states.shape[1], width)
+        self.cls = nn.Parameter(torch.randn(width) * 0.02)
+        self.norm_attention, self.norm_ffn, self.norm = nn.LayerNorm(width), nn.LayerNorm(width), nn.LayerNorm(width)
+        self.query, self.key_value = nn.Linear(width, width), nn.Linear(width, 2 * width)
+        self.mix = nn.Linear(width, width)
+        self.ffn = nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, width))
+        self.out = nn.Linear(width, width)
+        self.dropout = Dropout(dropout)
+
+    def forward(self, text: TextBatch) -> Tensor:
+        """v float[N, D]."""
+        count, longest = text.mask.shape
+        pieces = self.project(self.states[text.rows])  # (n, D)
+        tokens = pieces.new_zeros(count * longest, pieces.shape[1]).index_copy(0, text.place, pieces)
+        cls = self.cls.expand(count, 1, -1)
+        seen = self.norm_attention(torch.cat([cls, tokens.unflatten(0, (count, longest))], dim=1))  # (N, 1 + T, D)
+        mask = F.pad(text.mask, (1, 0), value=True)[:, None, None]
+        q = self.query(seen[:, :1]).unflatten(2, (self.heads, -1)).transpose(1, 2)
+        k, v = self.key_value(seen).unflatten(2, (2, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        read = F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)[:, 0]
+        x = cls[:, 0] + self.dropout(self.mix(read.to(cls.dtype)))
+        x = x + self.dropout(self.ffn(self.norm_ffn(x)))
+        return self.out(self.norm(x))
