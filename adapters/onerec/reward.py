@@ -26,6 +26,7 @@ from auto_research.runtime.seeds import stable_rng
 GATE = 0.65
 GATE_USERS = 0.1  # of the users, for the gate and for rewards before and after alignment
 CHUNK = 512
+START = 0.3  # spread of item vectors: from 1, 400 steps did not reach the gate
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,9 @@ class RewardModel(nn.Module):
         super().__init__()
         width = config.reward_width
         self.item = nn.Embedding(n_items + 1, width, padding_idx=0)
+        nn.init.normal_(self.item.weight, std=START)
+        with torch.no_grad():
+            self.item.weight[0].zero_()
         stack = BiasedConfig(width, config.heads, layers=1, hidden=2 * width, dropout=config.dropout)
         self.encoder, self.together = BiasedTransformer(stack), BiasedTransformer(stack)
         self.towers = nn.ModuleList(_tower(width, config.towers) for _ in SESSION_LABELS)
