@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from auto_research.blocks.dropout import Dropout
 
 
+START = 0.08  # spread of the entries of v
+
+
 class TextBatch(NamedTuple):
     """Word pieces of N items: rows int64[n] of the packed states, place int64[n] of each in a table [N, T], mask bool[N, T]."""
 
@@ -62,6 +65,7 @@ class TextEncoder(nn.Module):
         self.ffn = nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, width))
         self.out = nn.Linear(width, width)
         self.dropout = Dropout(dropout)
+        nn.init.normal_(self.out.weight, std=START / width**0.5)  # as large as the tables its output is added to
 
     def forward(self, text: TextBatch) -> Tensor:
         """v float[N, D]."""
