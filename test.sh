@@ -7,8 +7,6 @@ bootstrap_environment .venv-test "$(bootstrap_platform)" dev,llm
 export PATH="$PWD/.venv-test/bin:$PATH"
 # two pytest workers with one thread each
 export OMP_NUM_THREADS=1 AUTO_RESEARCH_CPU_THREADS=1
-# as in jobs of the graph: without it glibc faults large blocks in again at every step
-export MALLOC_MMAP_THRESHOLD_="${MALLOC_MMAP_THRESHOLD_:-1073741824}" MALLOC_TRIM_THRESHOLD_="${MALLOC_TRIM_THRESHOLD_:-1073741824}"
 
 failed=""
 check() {

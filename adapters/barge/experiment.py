@@ -225,7 +225,7 @@ def train_tiger(ctx: Context, device: torch.device) -> Measurement:
     sequences, base = load_sequences(ctx), SIDBudget.of(ctx.budget)
     budget = SIDBudget.of(ctx.budget, beam=2 * base.beam, validation_beam=2 * base.validation_beam)
     (table,), facts = load_codes(ctx, "codes_single")
-    measured, trained = tiger_baseline.run(
+    measured, trained = tiger_baseline.train_generator(
         ctx, table, device=device, sequences=sequences, also=further_metrics(ctx), beam=budget.beam,
         validation_beam=budget.validation_beam, layers=2 * ctx.budget.layers, source="flat", user_token=False,
         user_tokens=0,

@@ -87,7 +87,7 @@ def generate(ctx: Context) -> Measurement:
     """Train and measure a generator over the arm's codes."""
     device, table = device_for(ctx.device), codes_of(ctx)
     genres = load_interactions(ctx.data("canonical")).item_genres
-    measured, trained = tiger_baseline.run(
+    measured, trained = tiger_baseline.train_generator(
         ctx,
         table,
         device=device,
@@ -151,7 +151,7 @@ def cold_run(ctx: Context) -> Measurement:
     cold = cold_start.cold_items(table.n_items, ctx.seed)
     sequences = cold_start.without_items(load_sequences(ctx), cold)
     levels, budget = settings(TokenizerConfig, ctx).levels, settings(SIDBudget, ctx)
-    measured, trained = tiger_baseline.run(ctx, table, device=device, sequences=sequences)
+    measured, trained = tiger_baseline.train_generator(ctx, table, device=device, sequences=sequences)
     lister = beam_lister(
         trained.model,
         sequences,

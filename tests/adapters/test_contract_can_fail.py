@@ -243,8 +243,9 @@ def test_training_without_saving(runs_of):
 
     class NoState:
         checkpoint_seconds = 1e9
+        pause_after = None
 
-        def child(self, name):
+        def child(self, name, pause_after=None):
             return self
 
         def load(self):

@@ -1,6 +1,6 @@
 """TIGER (arXiv:2305.05065) as one arm: RQ-VAE semantic ids of item vectors, a generator over them, beam search.
 
-For adapters that compare with it or build on it: `fit_semantic_ids` in an artifact stage, `run` in an arm.
+For adapters that compare with it or build on it: `fit_semantic_ids` in an artifact stage, `train_generator` in an arm.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def builder(
     return lambda _, sequences: STACKS[stack](table, vocab, config, sequences.n_users)
 
 
-def run(
+def train_generator(
     ctx: Context,
     table: SIDTable,
     *,

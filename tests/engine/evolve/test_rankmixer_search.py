@@ -97,7 +97,8 @@ def test_separating_the_data_needs_neither_torch_nor_the_model():
     subprocess.run([sys.executable, "-c", code], check=True, cwd=root, env=os.environ | {"PYTHONPATH": str(root)})
     config = {"definition": {"host": "rankmixer"}, "host": {}}
     assert prepare_module(config, root) == "adapters.rankmixer.search_split"
-    assert load_preparation(config) is search.prepare
+    assert load_preparation(config).__module__ == "adapters.rankmixer.search_split"
+    assert search.host.functions["prepare"] is search.prepare
     assert prepare_module({"definition": {"host": "command"}}, root) == "auto_research.evolve.command_host"
     closure = Fingerprints(root).closure("adapters.rankmixer.search_split")
     assert "auto_research.data.request_index" in closure
