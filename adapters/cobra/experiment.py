@@ -221,7 +221,9 @@ def tiger(ctx: Context) -> Measurement:
     """Encoder-decoder over item ids, `baselines.tiger`."""
     table = SIDTable.load(ctx.artifact("item_ids"))
     genres = load_interactions(ctx.data("canonical")).item_genres
-    return tiger_baseline.train_generator(ctx, table, device=device_for(ctx.device), also=partial(more_metrics, genres))[0]
+    return tiger_baseline.train_generator(
+        ctx, table, device=device_for(ctx.device), also=partial(more_metrics, genres)
+    )[0]
 
 
 @experiment.arm

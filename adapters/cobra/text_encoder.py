@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from auto_research.blocks.dropout import Dropout
 
-
 START = 0.08  # spread of the entries of v
 
 
