@@ -197,12 +197,12 @@ class Gryphon(nn.Module):
         return encoded._replace(memory=cut, keys=keys and RequestKeys(*(x[:count] for x in keys)))
 
     def generation_loss(self, encoded: Encoded, target: Tensor) -> Tensor:
-        """L_NTP of items int64[B]; of a retriever the cross entropy over the catalogue."""
+        """L_NTP, the mean over items int64[B, K] (0 = none); of a retriever the cross entropy over the catalogue."""
         if self.config.decoder == "dot":
             with float32_region(target.device):
-                logits = self.retrieval_scores(encoded)[:, 1:]
-                return nn.functional.cross_entropy(logits, target - 1)
-        return sid_loss(self.generator, encoded.memory, self.codes[target].unsqueeze(1))
+                logits = self.retrieval_scores(encoded)[:, 1:].unsqueeze(1).expand(-1, target.shape[1], -1)
+                return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten() - 1, ignore_index=-1)
+        return sid_loss(self.generator, encoded.memory, self.codes[target], mask=target > 0)
 
     def retrieval_scores(self, encoded: Encoded) -> Tensor:
         """h_last . x_i, float32 [B, I + 1]."""

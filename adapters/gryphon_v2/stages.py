@@ -127,7 +127,7 @@ def warm_up_model(
         state,
         budget=stage_budget(ctx, ctx.budget.warm_up_steps),
         batches=source.epoch,
-        loss=JointLoss(JointRule(ranking="none")),
+        loss=JointLoss(settings(JointRule, ctx, ranking="none")),
         validate=lambda model: {},
         key=None,
         observed=observed,

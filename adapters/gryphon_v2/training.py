@@ -11,6 +11,7 @@ from adapters.gryphon_v2.batches import CutBatch
 from adapters.gryphon_v2.model import Encoded, Gryphon, distillation, merged_pool, rollout
 from adapters.gryphon_v2.teacher import Teacher, feedback_loss
 from auto_research.blocks.sampled_softmax import sampled_softmax
+from auto_research.data.prefix import LIKE_RATING
 
 RANKINGS = ("none", "distill", "next", "label")
 POOLS = ("both", "rollout", "impression", "static", "random")
@@ -23,7 +24,8 @@ class JointRule:
     ranking: none, distill (MAE to the teacher on pools), next (sampled softmax of the next item) or label (L_T, the
     teacher's own objective, without a teacher).  pool: rollouts and impressions, one of them, static (rollouts of the
     model as the stage began, and impressions) or random (uniform unseen items, and impressions).
-    rollout_beam: semantic ids of a rollout.
+    rollout_beam: semantic ids of a rollout.  next_positives: positives of the impression window that L_NTP is the mean
+    over; the paper's is 1, the next one.
     """
 
     ranking: str = "distill"
@@ -31,6 +33,7 @@ class JointRule:
     lambda_r: float = 1.0
     rollout_beam: int = 8
     rollout_items: int = 12
+    next_positives: int = 1
 
     def __post_init__(self) -> None:
         if self.ranking not in RANKINGS or self.pool not in POOLS:
@@ -48,7 +51,7 @@ class JointLoss:
 
     def __call__(self, model: Gryphon, batch: CutBatch) -> Tensor:
         encoded = model.encode(batch.history)
-        loss = model.generation_loss(encoded, batch.target)
+        loss = model.generation_loss(encoded, next_positives(batch.event, batch.rating, self.rule.next_positives))
         if self.rule.ranking == "none":
             return loss
         return loss + self.rule.lambda_r * self.ranking_loss(model, encoded, batch)
@@ -80,3 +83,10 @@ class JointLoss:
     def taught(self, batch: CutBatch, pool: Tensor) -> Tensor:
         """Standardised teacher scores of a pool, from the teacher's longer history strictly before the cut."""
         return self.teacher.score(self.teacher.read(batch.long), pool)
+
+
+def next_positives(event: Tensor, rating: Tensor, count: int) -> Tensor:
+    """The first `count` positives int64 [B, count] of windows int64 [B, W] with their ratings, filled up with 0."""
+    liked = rating >= LIKE_RATING
+    order = torch.sort((~liked).int(), dim=1, stable=True).indices[:, :count]
+    return event.masked_fill(~liked, 0).gather(1, order)

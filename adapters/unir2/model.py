@@ -20,13 +20,13 @@ from torch import Tensor, nn
 
 from adapters.unir2.events import Requests
 from adapters.unir2.features import RANKING_TOKENS, START_SCALE, ItemFacts, PrefixTokens, RankingTokens
+from adapters.unir2.generator import Context, Generator, Trajectory
 from auto_research.blocks.beam_search import constrained_beam
-from auto_research.blocks.biased_transformer import BiasedBlock, BiasedTransformer, KeyValueCache
-from auto_research.blocks.branch_cache import OwnCache, branch_attention
+from auto_research.blocks.biased_transformer import BiasedBlock
 from auto_research.blocks.lora import LowRank, detached_linear
 from auto_research.blocks.prefix_trie import PrefixTrie
 from auto_research.blocks.semantic_ids import SIDTable, SIDVocab
-from auto_research.blocks.sid_models import SIDConfig, SIDModel, SIDStep
+from auto_research.blocks.sid_models import SIDConfig, SIDStep
 from auto_research.runtime.precision import float32_region
 
 TASKS = ("click", "longview", "gift")
@@ -70,103 +70,6 @@ class UniR2Config:
             self.width, self.heads, 0, self.layers, self.hidden, self.dropout, norm="rms", ffn="gelu", head="level",
             positions=0, std=START_SCALE,
         )  # fmt: skip
-
-
-class Context(NamedTuple):
-    """A read prefix: keys and values of every layer, and per layer the normed inputs [B, P, D] of its tokens.
-
-    newest: int64[B] place of the last real token.
-    """
-
-    shared: KeyValueCache
-    inputs: tuple[Tensor, ...]
-    newest: Tensor
-
-    @property
-    def mask(self) -> Tensor:
-        return self.shared.mask
-
-
-class Trajectory(NamedTuple):
-    """Code tokens of the branches: keys and values, and per layer their normed inputs [B, w, t, D]."""
-
-    own: OwnCache
-    inputs: tuple[Tensor, ...]
-
-    @property
-    def length(self) -> int:
-        return self.own.length
-
-    @property
-    def keys(self) -> tuple[Tensor, ...]:
-        return self.own.keys
-
-    @property
-    def values(self) -> tuple[Tensor, ...]:
-        return self.own.values
-
-    def reorder(self, parent: Tensor) -> Trajectory:
-        """Branch c continues branch parent[b, c]."""
-        index = parent[:, :, None, None]
-        moved = tuple(x.gather(1, index.expand(-1, -1, *x.shape[2:])) for x in self.inputs)
-        return Trajectory(self.own.reorder(parent), moved)
-
-
-class Generator(SIDModel):
-    """Decoder over prefix and codes that also keeps what a ranking branch reads: the normed inputs of its layers."""
-
-    def __init__(self, vocab: SIDVocab, config: SIDConfig):
-        super().__init__(vocab, config)
-        self.trunk = BiasedTransformer(config.stack(config.layers, "none"))
-        self.place = nn.Parameter(torch.randn(vocab.levels + 1, config.width) * config.std)
-
-    def read(self, x: Tensor, mask: Tensor) -> Context:
-        """Prefix tokens [B, P, D], causal among themselves; they never see a code or a ranking token."""
-        batch, length, _ = x.shape
-        x = self.dropout(x)
-        position = torch.arange(length, device=x.device).expand(batch, -1)
-        causal = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
-        visible = (causal & mask.unsqueeze(1)) | torch.eye(length, dtype=torch.bool, device=x.device)
-        keys, values, inputs = [], [], []
-        for block in self.trunk.blocks:
-            inputs.append(block.norm_attention(x))
-            q, k, v = block.project(x, position)
-            keys.append(k), values.append(v)
-            x = block.finish(x, F.scaled_dot_product_attention(q, k, v, attn_mask=visible.unsqueeze(1)))
-        newest = (mask.long() * torch.arange(1, length + 1, device=mask.device)).argmax(1)
-        return Context(KeyValueCache(tuple(keys), tuple(values), mask, position, None), tuple(inputs), newest)
-
-    def spell(self, tokens: Tensor, ctx: Context, own: Trajectory | None = None) -> tuple[Tensor, Trajectory]:
-        """States [B, w, T, D] of code tokens int64 [B, w, T] of the branches, and the longer trajectory."""
-        known = 0 if own is None else own.length
-        batch, width, length = tokens.shape
-        x = self.dropout(self.embedding(tokens) + self.place[known : known + length]).flatten(0, 1)
-        position = torch.arange(known + length, device=tokens.device).expand(batch * width, -1)
-        keys, values, inputs = [], [], []
-        for n, block in enumerate(self.trunk.blocks):
-            inputs.append(block.norm_attention(x).unflatten(0, (batch, width)))
-            q, k, v = block.project(x, position[:, known:])
-            if own is not None:
-                k = torch.cat([own.keys[n].flatten(0, 1), k], dim=2)
-                v = torch.cat([own.values[n].flatten(0, 1), v], dim=2)
-                inputs[-1] = torch.cat([own.inputs[n], inputs[-1]], dim=2)
-            x = block.finish(x, branch_attention(block, q, k, v, ctx.shared, n, ctx.mask.unsqueeze(1), position))
-            keys.append(k.unflatten(0, (batch, width))), values.append(v.unflatten(0, (batch, width)))
-        made = Trajectory(OwnCache(tuple(keys), tuple(values)), tuple(inputs))
-        return self.trunk.norm(x).unflatten(0, (batch, width)), made
-
-    def whole(self, codes: Tensor, ctx: Context) -> tuple[Tensor, Trajectory]:
-        """States and trajectory of [BOS, c_1 .. c_L], L + 1 tokens, of codes int64 [B, w, L]."""
-        last = torch.where(codes[..., -1:] < 0, self.vocab.pad, codes[..., -1:] + self.offset[-1])
-        return self.spell(torch.cat([self.target_tokens(codes), last], dim=2), ctx)
-
-    def logprob(self, states: Tensor, codes: Tensor) -> Tensor:
-        """float32 [B, w, L] log p of the codes out of the states of `whole`."""
-        parts = []
-        for level in range(self.vocab.levels):
-            logp = self.logits(states[:, :, level], level).float().log_softmax(-1)
-            parts.append(logp.gather(-1, codes[..., level : level + 1].clamp(min=0)).squeeze(-1))
-        return torch.stack(parts, dim=2)
 
 
 class RankingLayer(nn.Module):
@@ -279,10 +182,10 @@ class RankingBranch(nn.Module):
 
 
 def generation_loss(logp: Tensor, rating: Tensor) -> Tensor:
-    """L_gen of log p [B, L] of the codes: mean over levels, and over the events rated at least 3."""
+    """L_gen of log p [B, w, L] of the codes: mean over levels, and over the events with ratings [B, w] of at least 3."""
     with float32_region(logp.device):
         wanted = (rating >= GENERATED).float()
-        return -(logp.float().mean(1) * wanted).sum() / wanted.sum().clamp(min=1)
+        return -(logp.float().mean(2) * wanted).sum() / wanted.sum().clamp(min=1)
 
 
 class Served(NamedTuple):
@@ -337,8 +240,27 @@ class UniR2(nn.Module):
 
     def outputs(self, batch) -> tuple[Tensor | None, Tensor | None]:
         """L_gen and the task logits [B, 2, tasks] of a `RowBatch`; None where there is no such branch."""
-        logp, tasks = self.paths(batch.request, self.read(batch.request), batch.item)
-        return None if logp is None else generation_loss(logp[:, 0], batch.rating), tasks
+        ctx = self.read(batch.request)
+        logp, tasks = self.paths(batch.request, ctx, batch.item)
+        if logp is None:
+            return None, tasks
+        logp, rating = logp[:, :1], batch.rating.unsqueeze(1)
+        if batch.inside.shape[1]:
+            within = self.inside_logprob(batch.request, ctx, batch.inside)
+            logp = torch.cat([logp, within], dim=1)
+            rating = torch.cat([rating, batch.request.rating.gather(1, batch.inside)], dim=1)
+        return generation_loss(logp, rating), tasks
+
+    def inside_logprob(self, request: Requests, ctx: Context, column: Tensor) -> Tensor:
+        """log p [B, K, L] of the events at columns int64 [B, K] of the prefix itself, each given what stands before it.
+
+        The prefix is causal, so this is what a prefix that ends there would give, but for its places.
+        """
+        codes = self.codes[request.item.gather(1, column)]
+        profile = ctx.mask.shape[1] - request.item.shape[1]
+        visible = torch.arange(ctx.mask.shape[1], device=column.device) < (column + profile).unsqueeze(2)
+        states, _ = self.generator.spell(self.generator.target_tokens(codes), ctx, visible=visible)
+        return self.generator.logprob(states, codes)
 
     def rank(self, request: Requests, item: Tensor) -> Tensor:
         """Task logits [B, w, tasks] of items int64 [B, w]."""

@@ -20,23 +20,28 @@ NEGATIVE_WEIGHT = 0.3
 
 @dataclass(frozen=True)
 class BatchRule:
-    """history: events of a prefix.  batch: train rows of a step.  hashed: user tokens."""
+    """history: events of a prefix.  batch: train rows of a step.  hashed: user tokens.
+
+    inside: events of every prefix that are generated as well, each from what stands before it.
+    """
 
     history: int = 30
     batch: int = 64
     hashed: int = 1000
+    inside: int = 0
 
 
 @dataclass
 class RowBatch:
     """B logged events with strictly earlier history. item: int64[B, 2] the event's item and a uniform unseen one.
 
-    rating: int64[B].
+    rating: int64[B].  inside: int64[B, K] columns of the prefix's own events that are generated too.
     """
 
     request: Requests
     item: Tensor
     rating: Tensor
+    inside: Tensor
 
     def to(self, device: torch.device | str) -> RowBatch:
         return RowBatch(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
@@ -85,10 +90,14 @@ def row_batch(data: UnifiedSplit, rule: BatchRule, rows: np.ndarray, rng: np.ran
         free[known], free[0] = False, False
         choice = np.flatnonzero(free)
         drawn[k] = choice[rng.integers(len(choice))] if len(choice) else item[k]
+    request = requests_at(data, rows, rule.history, rule.hashed, strict=True)
+    key = rng.random((len(rows), rule.history)) + ~request.mask.numpy()  # real events first
+    inside = np.argsort(key, axis=1)[:, : rule.inside]
     return RowBatch(
-        requests_at(data, rows, rule.history, rule.hashed, strict=True),
+        request,
         torch.from_numpy(np.stack([item, drawn], axis=1)),
         torch.from_numpy(np.rint(table.rating[rows]).astype(np.int64)),
+        torch.from_numpy(np.ascontiguousarray(inside)),
     )
 
 

@@ -23,7 +23,7 @@ from adapters.gryphon_v2.events import FeedbackSplit, event_windows, logged_even
 from adapters.gryphon_v2.model import Gryphon, GryphonConfig, distillation, matched_config, merged_pool, rollout
 from adapters.gryphon_v2.stages import build_table, positive_sequences
 from adapters.gryphon_v2.teacher import Teacher, TeacherConfig, feedback_loss, pair_loss, weighted_pair_accuracy
-from adapters.gryphon_v2.training import JointLoss, JointRule
+from adapters.gryphon_v2.training import JointLoss, JointRule, next_positives
 from auto_research.blocks.beam_search import constrained_beam, exhaustive_sid_scores
 from auto_research.blocks.preference import weights_hash
 from auto_research.blocks.sid_models import SIDStep
@@ -569,8 +569,25 @@ def test_separate_encoders_share_nothing(data, table, text):
     encoded = model.encode(batch.history)
     ranking = gradients(model, loss.ranking_loss(model, encoded, batch))
     assert all(name.startswith(("own_", "ranker.")) for name in ranking)
-    generation = gradients(model, model.generation_loss(model.encode(batch.history), batch.target))
+    generation = gradients(model, model.generation_loss(model.encode(batch.history), batch.target.unsqueeze(1)))
     assert not ranking & generation
+
+
+def test_generation_targets_are_the_next_positives(data, table, text):
+    event, rating = torch.tensor([[7, 8, 9, 10, 0], [5, 0, 0, 0, 0]]), torch.tensor([[4, 2, 5, 4, 0], [5, 0, 0, 0, 0]])
+    assert next_positives(event, rating, 1).tolist() == [[7], [5]]
+    assert next_positives(event, rating, 2).tolist() == [[7, 9], [5, 0]]
+    model, batch = build(table, text), first_batch(data)
+    assert torch.equal(next_positives(batch.event, batch.rating, 1)[:, 0], batch.target)
+    for decoder in ("sid", "dot"):
+        model = build(table, text, decoder=decoder)
+        encoded, target = model.encode(batch.history), next_positives(batch.event, batch.rating, 3)
+        single = [
+            model.generation_loss(model.encode(type(batch.history)(*(x[[b]] for x in batch.history))), item.view(1, 1))
+            for b, row in enumerate(target) for item in row if item > 0
+        ]  # fmt: skip
+        assert len(single) < target.numel()
+        torch.testing.assert_close(model.generation_loss(encoded, target), torch.stack(single).mean())
 
 
 def test_unknown_switches_are_refused():

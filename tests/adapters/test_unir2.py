@@ -374,14 +374,35 @@ def test_a_copy_shares_no_layer(data, table, facts):
 
 def test_losses_by_hand():
     logp = torch.log(torch.tensor([[0.5, 0.25], [0.1, 0.1]]))
-    assert generation_loss(logp, torch.tensor([3, 2])).item() == pytest.approx((np.log(2) + np.log(4)) / 2, abs=1e-6)
-    assert generation_loss(logp, torch.tensor([1, 2])).item() == 0
+    logp = logp.unsqueeze(0)  # one request, two events, two levels
+    assert generation_loss(logp, torch.tensor([[3, 2]])).item() == pytest.approx((np.log(2) + np.log(4)) / 2, abs=1e-6)
+    assert generation_loss(logp, torch.tensor([[1, 2]])).item() == 0
     tasks, rating = torch.zeros(1, 2, 3), torch.tensor([4])
     assert ranking_loss(tasks, rating).item() == pytest.approx(3 * np.log(2), abs=1e-6)
     tasks[0, 0, 2] = 2.0  # gift, label 0
     expected = 2 * np.log(2) + (np.log1p(np.exp(2)) + 0.3 * np.log(2)) / 1.3
     assert ranking_loss(tasks, rating).item() == pytest.approx(expected, abs=1e-6)
     assert ranking_loss(tasks, rating, (1, 0, 0)).item() == pytest.approx(np.log(2), abs=1e-6)
+
+
+def test_events_of_the_prefix_are_generated_from_what_stands_before_them(data, table, facts):
+    model = build(table, facts)
+    batch = RowBatches(data, replace(RULE, inside=3), 1, 4, CPU).at(0)
+    assert batch.inside.shape == (12, 3)
+    assert batch.request.mask.gather(1, batch.inside).all()
+    ctx = model.read(batch.request)
+    found = model.inside_logprob(batch.request, ctx, batch.inside)
+    codes = model.codes[batch.request.item.gather(1, batch.inside)]
+    for b in range(4):
+        for k, column in enumerate(batch.inside[b].tolist()):
+            x, mask = model.prefix(batch.request)
+            cut = model.generator.read(x[b : b + 1, : 4 + column], mask[b : b + 1, : 4 + column])
+            states, _ = model.generator.whole(codes[b : b + 1, k : k + 1], cut)
+            expected = model.generator.logprob(states, codes[b : b + 1, k : k + 1])
+            torch.testing.assert_close(found[b, k], expected[0, 0], atol=1e-5, rtol=1e-5)
+    own = model.paths(batch.request, ctx, batch.item)[0][:, :1]
+    rating = torch.cat([batch.rating[:, None], batch.request.rating.gather(1, batch.inside)], dim=1)
+    torch.testing.assert_close(model.outputs(batch)[0], generation_loss(torch.cat([own, found], 1), rating))
 
 
 def test_the_joint_loss_has_the_branches_of_the_arm(data, table, facts):
