@@ -205,7 +205,18 @@ class Card:
 
     def read_by_compare(self) -> dict:
         """The parts of the card that result.json and report.md show."""
-        parts = ("key", "paper", "fidelity", "task", "protocol", "problem", "boundary", "paper_reported", "metrics", "comparisons")
+        parts = (
+            "key",
+            "paper",
+            "fidelity",
+            "task",
+            "protocol",
+            "problem",
+            "boundary",
+            "paper_reported",
+            "metrics",
+            "comparisons",
+        )
         return {name: self.facts.get(name) for name in parts} | {"arms": self.arms}
 
 
