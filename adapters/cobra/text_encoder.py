@@ -70,13 +70,14 @@ class TextEncoder(nn.Module):
         """v float[N, D]."""
         count, longest = text.mask.shape
         pieces = self.project(self.states[text.rows])  # (n, D)
-        tokens = pieces.new_zeros(count * longest, pieces.shape[1]).index_copy(0, text.place, pieces)
-        cls = self.cls.expand(count, 1, -1)
-        seen = self.norm_attention(torch.cat([cls, tokens.unflatten(0, (count, longest))], dim=1))  # (N, 1 + T, D)
+        seen = self.norm_attention(torch.cat([self.cls.unsqueeze(0), pieces]))
+        memory = self.key_value(seen)  # (1 + n, 2 D); padding comes behind, so that it costs nothing before
+        padded = memory.new_zeros(count * longest, memory.shape[1]).index_copy(0, text.place, memory[1:])
+        memory = torch.cat([memory[:1].expand(count, 1, -1), padded.unflatten(0, (count, longest))], dim=1)
         mask = F.pad(text.mask, (1, 0), value=True)[:, None, None]
-        q = self.query(seen[:, :1]).unflatten(2, (self.heads, -1)).transpose(1, 2)
-        k, v = self.key_value(seen).unflatten(2, (2, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        read = F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)[:, 0]
-        x = cls[:, 0] + self.dropout(self.mix(read.to(cls.dtype)))
+        k, v = memory.unflatten(2, (2, self.heads, -1)).permute(2, 0, 3, 1, 4)  # each (N, H, 1 + T, D/H)
+        q = self.query(seen[0]).view(self.heads, 1, -1).expand(count, -1, -1, -1)
+        read = F.scaled_dot_product_attention(q, k, v, attn_mask=mask).flatten(1)
+        x = self.cls + self.dropout(self.mix(read.to(pieces.dtype)))
         x = x + self.dropout(self.ffn(self.norm_ffn(x)))
         return self.out(self.norm(x))
