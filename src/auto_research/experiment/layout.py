@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from auto_research.runtime.names import check_name
@@ -27,9 +28,9 @@ class Layout:
         for value, what in ((self.key, "adapter"), (self.tier, "tier"), (self.dataset, "data set")):
             check_name(value, what)
 
-    @property
+    @cached_property
     def folder(self) -> Path:
-        return Path(self.workdir) / "results" / "reproduce" / self.key / self.tier / self.dataset
+        return Path(self.workdir, "results", "reproduce", self.key, self.tier, self.dataset)
 
     def data(self, table: str) -> Path:
         """Folder of a prepared table; its manifest.json is written last."""
