@@ -13,7 +13,7 @@ import torch
 from scipy import linalg, sparse
 
 from auto_research.baselines.itemknn import choose_and_measure, interaction_matrix, linear_scorer
-from auto_research.evaluate.next_item import validation_metrics
+from auto_research.evaluate.next_item import Measure, measure_next_item, validation_metrics
 from auto_research.experiment.contract import Measurement
 from auto_research.train.next_item import load_sequences
 from auto_research.train.tuning import Trained
@@ -34,8 +34,11 @@ def ease_weights(matrix: sparse.csr_matrix, strength: float) -> np.ndarray:
     return weights
 
 
-def run(ctx: Context, *, device: torch.device) -> Measurement:
-    """Choose lambda by validation ndcg@10, then measure. CPU only, `device` is not used."""
+def run(ctx: Context, *, device: torch.device, measure: Measure = measure_next_item) -> Measurement:
+    """Choose lambda by validation ndcg@10, then measure. CPU only, `device` is not used.
+
+    measure: (scorer, sequences) -> Measurement, where an adapter wants further metrics.
+    """
     sequences = load_sequences(ctx)
     matrix = interaction_matrix(sequences)
 
@@ -45,4 +48,4 @@ def run(ctx: Context, *, device: torch.device) -> Measurement:
         seconds = time.perf_counter() - started
         return Trained(scorer, validation_metrics(scorer, sequences), cost={"seconds": seconds})
 
-    return choose_and_measure(ctx, fit, TRIALS, sequences)
+    return choose_and_measure(ctx, fit, TRIALS, sequences, measure)

@@ -10,7 +10,7 @@ import torch
 from scipy import sparse
 
 from auto_research.data.sequences import LeaveTwoOut
-from auto_research.evaluate.next_item import measure_next_item, validation_metrics
+from auto_research.evaluate.next_item import Measure, measure_next_item, validation_metrics
 from auto_research.experiment.contract import Measurement
 from auto_research.train.next_item import load_sequences
 from auto_research.train.tuning import Trained, best_of_trials
@@ -53,8 +53,11 @@ def cosine_neighbours(matrix: sparse.csr_matrix, neighbours: int, shrink: float)
     return similarity
 
 
-def run(ctx: Context, *, device: torch.device) -> Measurement:
-    """Choose neighbourhood size and shrinkage by validation ndcg@10, then measure. CPU only, `device` is not used."""
+def run(ctx: Context, *, device: torch.device, measure: Measure = measure_next_item) -> Measurement:
+    """Choose neighbourhood size and shrinkage by validation ndcg@10, then measure. CPU only, `device` is not used.
+
+    measure: (scorer, sequences) -> Measurement, where an adapter wants further metrics.
+    """
     sequences = load_sequences(ctx)
     matrix = interaction_matrix(sequences)
 
@@ -65,7 +68,7 @@ def run(ctx: Context, *, device: torch.device) -> Measurement:
         seconds = time.perf_counter() - started
         return Trained(scorer, validation_metrics(scorer, sequences), cost={"seconds": seconds})
 
-    return choose_and_measure(ctx, fit, TRIALS, sequences)
+    return choose_and_measure(ctx, fit, TRIALS, sequences, measure)
 
 
 def linear_scorer(sequences: LeaveTwoOut, weights: np.ndarray):
@@ -73,10 +76,12 @@ def linear_scorer(sequences: LeaveTwoOut, weights: np.ndarray):
     return lambda split, positions: history_matrix(sequences, split, positions) @ weights
 
 
-def choose_and_measure(ctx: Context, fit, trials, sequences: LeaveTwoOut) -> Measurement:
+def choose_and_measure(
+    ctx: Context, fit, trials, sequences: LeaveTwoOut, measure: Measure = measure_next_item
+) -> Measurement:
     """Best trial by validation ndcg@10 and its test measurement."""
     best, records = best_of_trials(ctx, fit, "ndcg@10", trials=trials)
-    measured = measure_next_item(best.model, sequences)
+    measured = measure(best.model, sequences)
     measured.validation, measured.hyperparameters, measured.trials = best.validation, best.hyperparameters, records
     measured.cost |= best.cost
     return measured

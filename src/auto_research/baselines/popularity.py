@@ -9,7 +9,7 @@ import torch
 
 from auto_research.baselines.prefix import measure_scorer
 from auto_research.data.requests import RequestBatch
-from auto_research.evaluate.next_item import measure_next_item
+from auto_research.evaluate.next_item import Measure, measure_next_item
 from auto_research.experiment.contract import Measurement
 from auto_research.train.ctr import RequestBudget, load_requests
 from auto_research.train.next_item import load_sequences
@@ -18,11 +18,14 @@ if TYPE_CHECKING:
     from auto_research.experiment.context import Context
 
 
-def run(ctx: Context, *, device: torch.device) -> Measurement:
-    """Next item: every user gets the items with most train events. Nothing is trained, `device` is not used."""
+def run(ctx: Context, *, device: torch.device, measure: Measure = measure_next_item) -> Measurement:
+    """Next item: every user gets the items with most train events. Nothing is trained, `device` is not used.
+
+    measure: (scorer, sequences) -> Measurement, where an adapter wants further metrics.
+    """
     sequences = load_sequences(ctx)
     counts = sequences.popularity().astype(np.float64)
-    return measure_next_item(lambda split, positions: np.tile(counts, (len(positions), 1)), sequences)
+    return measure(lambda split, positions: np.tile(counts, (len(positions), 1)), sequences)
 
 
 def run_requests(ctx: Context, *, device: torch.device, **overrides: Any) -> Measurement:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from auto_research.blocks.causal_transformer import CausalTransformer, TransformerConfig
 from auto_research.blocks.dropout import Dropout
 from auto_research.data.sequences import LeaveTwoOut
+from auto_research.evaluate.next_item import Measure, measure_next_item
 from auto_research.experiment.contract import Measurement
 from auto_research.runtime.seeds import seed_everything
 from auto_research.train.fitting import FitBudget, fit_model
@@ -111,9 +112,10 @@ def newest_scores(model: SASRec, histories: Sequence[np.ndarray], device: torch.
     return (hidden @ model.item_table().float().t()).cpu().numpy()
 
 
-def run(ctx: Context, *, device: torch.device, **overrides: Any) -> Measurement:
+def run(ctx: Context, *, device: torch.device, measure: Measure = measure_next_item, **overrides: Any) -> Measurement:
     """Tune, train and measure SASRec.
 
+    measure: (scorer, sequences) -> Measurement, where an adapter wants further metrics.
     Sizes (SIZES) and training (NextItemBudget, trials) come from overrides, else the budget, else the tuned RECIPE.
     """
     settings = {**SIZES, **RECIPE, **ctx.budget, **overrides}
@@ -123,4 +125,4 @@ def run(ctx: Context, *, device: torch.device, **overrides: Any) -> Measurement:
     def build(_: dict[str, Any], sequences: LeaveTwoOut) -> nn.Module:
         return SASRec(sequences.n_items, budget.length, config)
 
-    return train_next_item(ctx, build, device=device, trials=settings["trials"], **vars(budget))
+    return train_next_item(ctx, build, device=device, measure=measure, trials=settings["trials"], **vars(budget))

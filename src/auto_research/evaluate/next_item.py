@@ -12,10 +12,12 @@ from collections.abc import Callable
 import numpy as np
 
 from auto_research.data.sequences import LeaveTwoOut
+from auto_research.evaluate.next_list import Lists, add_metrics
 from auto_research.experiment.contract import Measurement, Units
 from auto_research.metrics.ranking import rank_of_target, ranking_metrics, top_items
 
 Scorer = Callable[[str, np.ndarray], np.ndarray]
+Measure = Callable[[Scorer, LeaveTwoOut], Measurement]
 
 CHUNK = 256
 TOP = 10
@@ -45,12 +47,23 @@ def validation_metrics(score: Scorer, sequences: LeaveTwoOut, *, chunk: int = CH
     return {"ndcg@10": float(ndcg.mean()), "hit@10": float(within.mean()), "mrr": float((1.0 / ranks).mean())}
 
 
-def measure_next_item(score: Scorer, sequences: LeaveTwoOut, *, chunk: int = CHUNK) -> Measurement:
-    """Test metrics (ndcg@10 hit@10 mrr head_share@10 coverage@10), their contributions per user, and users_per_s."""
+def measure_next_item(
+    score: Scorer,
+    sequences: LeaveTwoOut,
+    *,
+    at: tuple[int, ...] = (),
+    also: Callable[[Lists], dict[str, np.ndarray]] | None = None,
+    chunk: int = CHUNK,
+) -> Measurement:
+    """Test metrics (ndcg@10 hit@10 mrr head_share@10 coverage@10), their contributions per user, and users_per_s.
+
+    at, also: further metrics as in `measure_next_list`, from the full ranks and the lists of the ten best.
+    """
     started = time.perf_counter()
     ranks, tops = rank_split(score, sequences, "test", chunk=chunk)
     seconds = time.perf_counter() - started
     metrics, contributions = ranking_metrics(ranks, tops, sequences.head_items(), sequences.n_items)
+    add_metrics(metrics, contributions, Lists(tops, ranks.astype(np.float64), 0), at, also)
     return Measurement(
         metrics=metrics,
         units={name: Units("user", sequences.users, values) for name, values in contributions.items()},

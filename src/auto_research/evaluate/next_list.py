@@ -107,6 +107,20 @@ def validation_lists(
     }
 
 
+def add_metrics(
+    metrics: dict[str, float],
+    contributions: dict[str, np.ndarray],
+    lists: Lists,
+    at: tuple[int, ...],
+    also: Callable[[Lists], dict[str, np.ndarray]] | None,
+) -> None:
+    """Add recall@k and ndcg@k for k in `at`, and what `also` finds, to metrics and contributions float64[U]."""
+    more = {f"{name}@{k}": values(k) for k in at for name, values in (("recall", lists.recall), ("ndcg", lists.ndcg))}
+    more |= also(lists) if also is not None else {}
+    contributions |= more
+    metrics |= {name: float(values.mean()) for name, values in more.items()}
+
+
 def measure_next_list(
     lister: Lister,
     sequences: LeaveTwoOut,
@@ -127,15 +141,9 @@ def measure_next_list(
     seconds = time.perf_counter() - started
     head = sequences.head_items()
     metrics, contributions = ranking_metrics(lists.ranks, lists.items[:, :TOP_K], head, sequences.n_items)
-    for k in at:
-        if k > lists.items.shape[1]:
-            raise ValueError(f"recall@{k} of lists of {lists.items.shape[1]} items")
-        contributions[f"recall@{k}"], contributions[f"ndcg@{k}"] = lists.recall(k), lists.ndcg(k)
-        metrics |= {name: float(contributions[name].mean()) for name in (f"recall@{k}", f"ndcg@{k}")}
-    if also is not None:
-        more = also(lists)
-        contributions |= more
-        metrics |= {name: float(values.mean()) for name, values in more.items()}
+    if max(at, default=0) > lists.items.shape[1]:
+        raise ValueError(f"recall@{max(at)} of lists of {lists.items.shape[1]} items")
+    add_metrics(metrics, contributions, lists, at, also)
     metrics["short_lists"] = lists.short()
     metrics["struck_items"] = lists.struck / max(1, lists.items.size)
     return Measurement(

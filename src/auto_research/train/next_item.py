@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from auto_research.blocks.softmax_loss import linear_cross_entropy
 from auto_research.data.sequences import LeaveTwoOut
-from auto_research.evaluate.next_item import CHUNK, Scorer, measure_next_item, validation_metrics
+from auto_research.evaluate.next_item import Measure, Scorer, measure_next_item, validation_metrics
 from auto_research.experiment.contract import Measurement
 from auto_research.metrics.cost import count_params, flops_of
 from auto_research.runtime.seeds import seed_everything, stable_rng
@@ -178,6 +178,7 @@ def train_next_item(
     on_step: Callable[[nn.Module, int, int], None] | None = None,
     schedule: Callable[[int, int], float] | None = None,
     trials: Sequence[dict[str, Any]] | None = None,
+    measure: Measure = measure_next_item,
     **overrides: Any,
 ) -> Measurement:
     """Tune, train and measure one sequence model; selection by validation ndcg@10, test read once.
@@ -187,7 +188,7 @@ def train_next_item(
     build: (hyperparameters of the trial, sequences) -> model on CPU, called right after seeding.
     device: from `device_for(ctx.device)` in the adapter's own file.
     schedule: learning-rate factor, default warm-up and cosine over the planned steps.
-    trials: default the budget's.  overrides: fields of NextItemBudget that beat the card's budget.
+    trials: default the budget's.  measure: of the chosen model's scorer.  overrides: fields of NextItemBudget that beat the card's budget.
     """
     sequences = sequences or load_sequences(ctx)
     budget = NextItemBudget.of(ctx.budget, **overrides)
@@ -233,7 +234,7 @@ def train_next_item(
         score=lambda data, split, positions: model_scorer(model, data, budget.length, device)(split, positions),
         validation=trained.validation,
     )
-    measured = measure_next_item(model_scorer(trained.model, sequences, budget.length, device), sequences, chunk=CHUNK)
+    measured = measure(model_scorer(trained.model, sequences, budget.length, device), sequences)
     measured.validation, measured.curve = trained.validation, trained.curve
     measured.hyperparameters, measured.trials = trained.hyperparameters, trials
     measured.cost |= trained.cost | {

@@ -40,3 +40,13 @@ def test_metrics_and_contributions_by_hand():
     assert measured.units["ndcg@10"].ids == [1, 2]
     assert np.mean(measured.units["hit@10"].values) == measured.metrics["hit@10"] == 1.0
     assert validation_metrics(upside_down, DATA)["mrr"] == pytest.approx((1 / 3 + 1 / 5) / 2)
+
+
+def test_further_cut_offs_and_metrics_of_the_lists():
+    def upside_down(split, positions):
+        return -by_item(split, positions)
+
+    measured = measure_next_item(upside_down, DATA, at=(3,), also=lambda lists: {"first": lists.items[:, 0] / 2.0})
+    assert measured.units["recall@3"].values == [1.0, 0.0]  # ranks 2 and 4
+    assert measured.metrics["ndcg@3"] == pytest.approx(1 / np.log2(3) / 2)
+    assert measured.units["first"].values == [3.0, 3.0]
