@@ -6,8 +6,8 @@ What makes an arm differ is its `switch` in card.yaml: fields of CobraConfig, `i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,10 @@ from auto_research.blocks.semantic_ids import SIDTable
 from auto_research.data.interactions import load_interactions
 from auto_research.data.sequences import LeaveTwoOut
 from auto_research.data.texts import load_text_states, load_text_vectors
-from auto_research.evaluate.next_list import Lister, genre_entropy, split_lists, validation_lists
+from auto_research.evaluate.next_item import Measure, measure_next_item
+from auto_research.evaluate.next_list import Lister, Lists, genre_entropy, split_lists, validation_lists
 from auto_research.experiment.context import Context
-from auto_research.experiment.contract import Experiment, Measurement
+from auto_research.experiment.contract import Experiment, Measurement, Units
 from auto_research.runtime.devices import device_for
 from auto_research.train.fitting import settings
 from auto_research.train.next_item import EpochWindows, NextItemBudget, load_sequences
@@ -140,7 +141,8 @@ def cascade(ctx: Context) -> Measurement:
         return Server(model, data, trie, device)
 
     def validate(model: Cobra) -> dict[str, float]:
-        lister = lister_of(served(model, sequences), Fusion(), search, budget)
+        narrow = replace(budget, beam=budget.validation_beam)
+        lister = lister_of(served(model, sequences), Fusion(), search, narrow)
         return validation_lists(lister, sequences, users=budget.validation_users)
 
     def scorer(model: Cobra, data: LeaveTwoOut):
@@ -169,23 +171,43 @@ def cascade(ctx: Context) -> Measurement:
         table,
         budget,
         device=device,
-        also=partial(more_metrics, load_interactions(ctx.data("canonical")).item_genres),
+        also=more_metrics(ctx),
         lister=lister_of(server, fusion, search, budget),
     )
-    deep = split_lists(lister_of(server, fusion, search, budget, max(DEEP)), sequences, "test")
-    measured.metrics |= {f"recall@{k}": float(deep.recall(k).mean()) for k in DEEP}
+    add_deep_recall(measured, lister_of(server, fusion, search, budget, max(DEEP)), sequences)
     tokens = 1 + np.minimum(np.diff(sequences.train_starts) + 1, budget.length) * trained.model.sid.per_item
     measured.cost["tokens_per_user"] = float(tokens.mean())
     measured.extra["semantic_ids"] = table.statistics() | {"hash": table.content_hash}
     if cascaded:
         measured.metrics |= cell_facts(server, cells=search.cells)
-        measured.cost |= phase_times(server, cells=search.cells, inside=search.inside)
+        measured.cost |= phase_times(server, fusion, cells=search.cells, inside=search.inside)
+    if tuned:
         measured.extra["fusion"] = {"tau": fusion.tau, "psi": fusion.psi, "validation": tuned}
     return measured
 
 
-def more_metrics(genres: np.ndarray, lists) -> dict[str, np.ndarray]:
-    return {"genre_entropy@10": genre_entropy(lists.items[:, :10], genres)}
+def more_metrics(ctx: Context) -> Callable[[Lists], dict[str, np.ndarray]]:
+    """What the card lists beside the protocol's metrics, from lists of ten."""
+    genres = load_interactions(ctx.data("canonical")).item_genres
+    return lambda lists: {"genre_entropy@10": genre_entropy(lists.items[:, :10], genres)}
+
+
+def deep_recall(lists: Lists) -> dict[str, np.ndarray]:
+    """float64[U] each; needs the place of the target among max(DEEP) items."""
+    return {f"recall@{k}": lists.recall(k) for k in DEEP}
+
+
+def add_deep_recall(measured: Measurement, lister: Lister, sequences: LeaveTwoOut) -> None:
+    """recall@50 and recall@100 of lists of 100, which may come from a wider search than the ten of the other metrics."""
+    found = deep_recall(split_lists(lister, sequences, "test"))
+    measured.metrics |= {name: float(values.mean()) for name, values in found.items()}
+    measured.units |= {name: Units("user", sequences.users, values) for name, values in found.items()}
+
+
+def every_metric(ctx: Context) -> Measure:
+    """How an arm that scores every item is measured, so that it has all metrics of the card."""
+    more = more_metrics(ctx)
+    return partial(measure_next_item, at=(5,), also=lambda lists: more(lists) | deep_recall(lists))
 
 
 @experiment.arm
@@ -219,30 +241,41 @@ def cobra_frozen_dense(ctx: Context) -> Measurement:
 @experiment.arm
 def tiger(ctx: Context) -> Measurement:
     """Encoder-decoder over item ids, `baselines.tiger`."""
-    table = SIDTable.load(ctx.artifact("item_ids"))
-    genres = load_interactions(ctx.data("canonical")).item_genres
-    return tiger_baseline.train_generator(
-        ctx, table, device=device_for(ctx.device), also=partial(more_metrics, genres)
-    )[0]
+    device, sequences = device_for(ctx.device), load_sequences(ctx)
+    table, budget = SIDTable.load(ctx.artifact("item_ids")), settings(SIDBudget, ctx)
+    measured, trained = tiger_baseline.train_generator(
+        ctx, table, device=device, sequences=sequences, also=more_metrics(ctx)
+    )
+    wide = beam_lister(
+        trained.model,
+        sequences,
+        PrefixTrie.of(table, device),
+        width=max(budget.beam, max(DEEP)),
+        length=budget.length,
+        device=device,
+        count=max(DEEP),
+    )
+    add_deep_recall(measured, wide, sequences)
+    return measured
 
 
 @experiment.arm
 def sasrec(ctx: Context) -> Measurement:
     """The tuned baseline, with its own sizes and recipe but for what the budget says under `sasrec_recipe`."""
     recipe: dict[str, Any] = {**sasrec_baseline.SIZES, **sasrec_baseline.RECIPE, **ctx.budget.get("sasrec_recipe", {})}
-    return sasrec_baseline.run(ctx, device=device_for(ctx.device), **recipe)
+    return sasrec_baseline.run(ctx, device=device_for(ctx.device), measure=every_metric(ctx), **recipe)
 
 
 @experiment.arm
 def popularity(ctx: Context) -> Measurement:
-    return popularity_baseline.run(ctx, device=device_for(ctx.device))
+    return popularity_baseline.run(ctx, device=device_for(ctx.device), measure=every_metric(ctx))
 
 
 @experiment.arm
 def itemknn(ctx: Context) -> Measurement:
-    return itemknn_baseline.run(ctx, device=device_for(ctx.device))
+    return itemknn_baseline.run(ctx, device=device_for(ctx.device), measure=every_metric(ctx))
 
 
 @experiment.arm
 def ease(ctx: Context) -> Measurement:
-    return ease_baseline.run(ctx, device=device_for(ctx.device))
+    return ease_baseline.run(ctx, device=device_for(ctx.device), measure=every_metric(ctx))

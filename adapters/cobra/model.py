@@ -51,12 +51,14 @@ class CobraConfig:
 
 
 class CobraBatch(NamedTuple):
-    """Windows of m items: items int64[B, m] (0 = padding on the left), target bool[B, m], index int64[B, m] of each in
-    the distinct items of the batch (row 0 of them is the padding item), and the texts of the distinct items [N] or None."""
+    """Windows of m items: items int64[B, m] (0 = padding on the left), index int64[B, m] of each in the distinct items of
+    the batch (row 0 of them is the padding item), row and column int64[T] of the targets, and the texts of the distinct
+    items [N] or None."""
 
     items: Tensor
-    target: Tensor
     index: Tensor
+    row: Tensor
+    column: Tensor
     text: TextBatch | None
 
     def to(self, device: torch.device) -> CobraBatch:
@@ -64,11 +66,14 @@ class CobraBatch(NamedTuple):
 
     @classmethod
     def of(cls, items: np.ndarray, target: np.ndarray, texts: PackedTexts | None) -> CobraBatch:
-        """items int64[B, n] and what followed each of them, target int64[B, n]; distinct items are found on the CPU."""
+        """items int64[B, n] and what followed each of them, target int64[B, n] (0 = not trained).
+
+        Distinct items and targets are found on the CPU: their number is a shape, for which a device would have to wait.
+        """
         joined = np.concatenate([items, target[:, -1:]], axis=1)
         distinct, index = np.unique(np.append(0, joined), return_inverse=True)
         trained = np.concatenate([np.zeros_like(items[:, :1]), target], axis=1) > 0
-        arrays = (joined, trained, index.reshape(-1)[1:].reshape(joined.shape))
+        arrays = (joined, index.reshape(-1)[1:].reshape(joined.shape), *np.nonzero(trained))
         return cls(*map(torch.from_numpy, arrays), None if texts is None else texts.batch(distinct))
 
 
@@ -127,7 +132,8 @@ class Cobra(nn.Module):
         self.text = self.dense_head = None
         self.catalogue: Tensor | None = None
         if config.dense:
-            self.text = TextEncoder(texts, config.width, config.heads, config.hidden, config.dropout)
+            dropout = 0.0 if config.frozen else config.dropout  # a constant has no noise
+            self.text = TextEncoder(texts, config.width, config.heads, config.hidden, dropout)
             self.text.requires_grad_(not config.frozen)
             self.dense_head = nn.Linear(config.width, config.width)
 
@@ -169,7 +175,7 @@ class Cobra(nn.Module):
         if vectors is None and self.config.dense:
             vectors = self.vectors(batch.text)
         states = self.states(batch, vectors)
-        row, column = torch.nonzero(batch.target, as_tuple=True)
+        row, column = batch.row, batch.column
         before = column * self.sid.per_item  # the last token that knows nothing of the target
         zero = states.new_zeros(())
         terms = {"sparse": zero, "dense": zero}

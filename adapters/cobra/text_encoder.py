@@ -65,6 +65,7 @@ class TextEncoder(nn.Module):
         self.out = nn.Linear(width, width)
         self.dropout = Dropout(dropout)
         nn.init.normal_(self.out.weight, std=START / width**0.5)  # as large as the tables its output is added to
+        nn.init.zeros_(self.out.bias)  # a bias as large would be shared by all items, and a frozen encoder keeps it
 
     def forward(self, text: TextBatch) -> Tensor:
         """v float[N, D]."""

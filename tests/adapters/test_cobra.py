@@ -7,8 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from contract_runs import Runs
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from adapters.cobra import experiment
+from adapters.cobra import experiment, serving
 from adapters.cobra.model import Cobra, CobraBatch, CobraConfig, info_nce, unit
 from adapters.cobra.serving import (
     NOTHING,
@@ -16,6 +18,7 @@ from adapters.cobra.serving import (
     Server,
     beam_fusion,
     cell_facts,
+    nearest_inside,
     phase_times,
     ranked,
     refined,
@@ -83,7 +86,8 @@ def server(**options) -> Server:
 
 def test_batches_know_their_distinct_items():
     assert BATCH.items.tolist() == [[0, 0, 3, 9, 17, 2], [5, 6, 7, 8, 10, 40]]
-    assert BATCH.target.tolist() == [[False, False, False, True, True, True], [False, True, True, True, True, True]]
+    assert BATCH.row.tolist() == [0, 0, 0, 1, 1, 1, 1, 1]
+    assert BATCH.column.tolist() == [3, 4, 5, 1, 2, 3, 4, 5]
     distinct = np.unique(BATCH.items)
     assert np.array_equal(distinct[BATCH.index], BATCH.items)
     assert len(BATCH.text.mask) == len(distinct)
@@ -179,10 +183,9 @@ def gradient(model: Cobra, detach: str = "") -> float:
     model.zero_grad()
     v = model.vectors(BATCH.text)
     states = model.states(BATCH, v.detach() if detach == "inputs" else v)
-    row, column = torch.nonzero(BATCH.target, as_tuple=True)
-    vhat = model.dense_head(states[row, column * model.sid.per_item + model.sid.ids])
+    vhat = model.dense_head(states[BATCH.row, BATCH.column * model.sid.per_item + model.sid.ids])
     targets = v.detach() if detach == "targets" else v
-    loss = info_nce(vhat, targets[1:], BATCH.index[row, column] - 1, 0.1)
+    loss = info_nce(vhat, targets[1:], BATCH.index[BATCH.row, BATCH.column] - 1, 0.1)
     if not loss.requires_grad:
         return 0.0
     loss.backward()
@@ -199,12 +202,26 @@ def test_the_text_encoder_learns_from_inputs_and_from_targets():
     assert all(p.grad is None for p in frozen.text.parameters())
 
 
+def test_frozen_vectors_are_constant_in_training():
+    frozen, trained = build(frozen=True, dropout=0.1).train(), build(dropout=0.1).train()
+    assert torch.equal(frozen.vectors(BATCH.text), frozen.vectors(BATCH.text))
+    assert not torch.equal(trained.vectors(BATCH.text), trained.vectors(BATCH.text))
+    assert frozen.sid.dropout.rate == 0.1
+
+
+def test_vectors_start_small_and_without_a_bias():
+    torch.manual_seed(0)
+    model = Cobra(TABLE, replace(CONFIG, frozen=True), TEXTS)
+    assert not model.text.out.bias.any()
+    assert 0.04 < model.vectors(TEXTS.batch(np.arange(1, ITEMS + 1))).std() < 0.12
+
+
 def test_loss_terms_by_hand():
     model = build()
     terms = model.losses(BATCH)
     vectors = model.vectors(BATCH.text)
     states, sparse, dense = model.states(BATCH, vectors), [], []
-    for row, column in torch.nonzero(BATCH.target).tolist():
+    for row, column in zip(BATCH.row.tolist(), BATCH.column.tolist(), strict=True):
         codes = CODES[int(BATCH.items[row, column]) - 1]
         hidden = states[row, 3 * column :]
         for level in range(2):
@@ -214,6 +231,31 @@ def test_loss_terms_by_hand():
     torch.testing.assert_close(terms["sparse"], torch.stack(sparse).sum() / len(dense))
     torch.testing.assert_close(terms["dense"], torch.stack(dense).mean())
     torch.testing.assert_close(terms["loss"], terms["sparse"] + terms["dense"])
+
+
+class ShapesFromValues(TorchDispatchMode):
+    """Counts the operations whose result has a shape, or becomes a number, that only the device knows."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        by_mask = name == "index" and any(part is not None and part.dtype == torch.bool for part in args[1])
+        if by_mask or name in ("nonzero", "masked_select", "unique", "_unique2", "_local_scalar_dense"):
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_step_waits_for_no_shape():
+    model = build().train()
+    with ShapesFromValues() as spy:
+        model.training_loss(BATCH).backward()
+    assert spy.found == []
+    with ShapesFromValues() as spy:
+        BATCH.items[BATCH.items > 0].sum()
+    assert spy.found == ["index"]
 
 
 def test_one_distinct_item_has_nothing_to_repel():
@@ -246,6 +288,8 @@ PLACES = torch.tensor([[[11, 12], [13, 0]]])
 def test_beam_fusion_by_hand():
     score = beam_fusion(PHI, COSINE, 1.0, 1.0)
     torch.testing.assert_close(score, torch.tensor([[[0.2831, 0.1272], [0.1265, 0.0]]]), atol=5e-5, rtol=0)
+    candidates = 2 * beam_fusion(PHI, COSINE, 0.0, 1.0)  # tau 0: both beams weigh one half
+    torch.testing.assert_close(candidates, torch.tensor([[[0.4718, 0.2120], [0.3162, 0.0]]]), atol=5e-5, rtol=0)
     assert ranked(score, PLACES, 4).tolist() == [[11, 12, 13, 0]]
 
 
@@ -332,6 +376,28 @@ def test_one_cached_step_is_the_full_pass():
 
 
 @torch.no_grad()
+def test_in_parallel_one_vector_searches_every_cell():
+    served, positions = server(parallel=True), np.arange(3)
+    model = served.model
+    ctx, seen = served.read("test", positions)
+    found = search(model, served.trie, ctx, seen, cells=5, inside=ITEMS)
+    real = found.items > 0
+    assert real.any(2).all()
+    for row in range(3):
+        history = served.sequences.history("test", row)
+        batch = windows([history[-5:]], [[*history[-4:], 1]])
+        newest = model.states(batch, model.vectors(batch.text))[0, 5 * model.sid.per_item]
+        vhat = model.dense_head(newest)
+        cosine = torch.nn.functional.cosine_similarity(vhat, model.catalogue)
+        torch.testing.assert_close(found.cosine[row][real[row]], cosine[found.items[row][real[row]]], atol=1e-5, rtol=0)
+        for k in range(5):
+            group = served.trie.group[found.leaf[row, k]].tolist()
+            fresh = [item for item in group if item and item not in history]
+            best = sorted(fresh, key=lambda item: -float(cosine[item]))
+            assert found.items[row, k][real[row, k]].tolist() == best
+
+
+@torch.no_grad()
 def test_search_without_ids_is_a_cosine_with_every_unseen_item():
     served = Server(build(ids=False), walks(), PrefixTrie.of(TABLE), CPU)
     lists, model = served.dense_lister(12)("test", np.arange(3)), served.model
@@ -352,16 +418,65 @@ def test_facts_and_tuning_are_finite_and_consistent():
     facts = cell_facts(served, cells=16)
     assert facts["cell_hit_rate"] == 1.0  # every cell is a beam
     assert 0 < facts["in_cell_mrr"] <= 1
-    assert set(phase_times(served, cells=4, inside=3)) == {"beam_ms", "refine_ms", "fuse_ms", "index_ms"}
     found = search(served.model, served.trie, *served.read("test", np.arange(2)), cells=16, inside=2)
     assert found.items.shape == (2, 16, 2)
+
+
+def test_in_cell_rank_by_hand_and_nothing_for_a_target_that_may_not_be_offered():
+    served = server()
+    sequences, inverse = served.sequences, []
+    for row in range(len(sequences)):
+        target, history = int(sequences.test_target[row]), sequences.history("test", row)
+        ctx, _ = served.read("test", np.array([row]))
+        with torch.no_grad():
+            vhat = served.model.expected(ctx, served.model.codes[target].view(1, 1, -1))[0, 0]
+        group = served.trie.group[served.trie.leaf_of[target]].tolist()
+        offered = [item for item in group if item and item not in history]
+        cosine = torch.nn.functional.cosine_similarity(vhat, served.model.catalogue)
+        inverse.append(1 / sum(bool(cosine[item] >= cosine[target]) for item in offered))
+    assert cell_facts(served, cells=4)["in_cell_mrr"] == pytest.approx(np.mean(inverse))
+    again = sequences.train_items.reshape(len(sequences), -1)[:, 0]  # an item of the history, so not offered
+    repeated = served._replace(sequences=replace(sequences, test_target=again))
+    assert cell_facts(repeated, cells=4)["in_cell_mrr"] == 0.0
+
+
+def test_each_phase_has_its_own_clock(monkeypatch):
+    """Every part of an answer moves a clock that nothing else moves; 8 users."""
+    clock, served = [0.0], server()
+
+    def costs(owner, name: str, seconds: float) -> None:
+        part = getattr(owner, name)
+
+        def slow(*args, **options):
+            clock[0] += seconds
+            return part(*args, **options)
+
+        monkeypatch.setattr(owner, name, slow)
+
+    monkeypatch.setattr(serving.time, "perf_counter", lambda: clock[0])
+    costs(Cobra, "index", 0.5)
+    costs(Server, "read", 8)
+    costs(serving, "constrained_beam", 16)
+    costs(serving, "refined", 32)
+    costs(serving, "nearest_inside", 64)
+    costs(Fusion, "score", 128)
+    costs(serving, "ranked", 256)
+    assert phase_times(served, Fusion(), cells=4, inside=3) == {
+        "read_ms": 1e3, "beam_ms": 2e3, "refine_ms": 4e3, "search_ms": 8e3, "fuse_ms": 48e3, "index_ms": 500.0,
+    }  # fmt: skip
+
+
+def test_the_phases_are_those_of_the_card():
+    efficiency = find_card(code_root(), "cobra").facts["metrics"]["efficiency"]
+    named = {name for name in efficiency if name.endswith("_ms")}
+    assert named == set(phase_times(server(), Fusion(), cells=4, inside=3))
 
 
 # Learning -----------------------------------------------------------------------------------------------------------
 
 
 def test_learns_windows_by_heart():
-    """64 windows: the first cell right for 95 percent and the item first inside its cell for 90 percent."""
+    """64 windows: the first cell right for 95 percent and the item first inside its true cell for 90 percent."""
     torch.manual_seed(0)
     rng = np.random.default_rng(1)
     items = np.stack([rng.permutation(ITEMS)[:4] + 1 for _ in range(64)])
@@ -381,11 +496,61 @@ def test_learns_windows_by_heart():
     with torch.no_grad():
         ctx = model.context(batch.items[:, :3])
     trie = PrefixTrie.of(TABLE)
-    found = search(model, trie, ctx, torch.zeros(64, 1, dtype=torch.int64), cells=1, inside=ITEMS)
+    none = torch.zeros(64, 1, dtype=torch.int64)
+    found = search(model, trie, ctx, none, cells=1, inside=ITEMS)
     wanted = batch.items[:, 3]
     hit = found.leaf[:, 0] == trie.leaf_of[wanted]
     assert hit.float().mean() >= 0.95
-    assert (found.items[:, 0, 0] == wanted)[hit].float().mean() >= 0.9
+    with torch.no_grad():
+        vhat = model.expected(ctx, model.codes[wanted].unsqueeze(1))
+    inside = nearest_inside(vhat, model.catalogue, trie, trie.leaf_of[wanted].unsqueeze(1), none, ITEMS)[1]
+    assert (inside[:, 0, 0] == wanted).float().mean() >= 0.9
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, movielens_100k):
+    root = tmp_path_factory.mktemp("data")
+    (root / "movielens-100k").symlink_to(movielens_100k)
+    return Runs(find_card(code_root(), "cobra"), experiment.experiment, tmp_path_factory.mktemp("cobra"), root)
+
+
+def test_fused_and_unfused_are_one_training(runs):
+    fused, plain = (runs.watch(name) for name in ("cobra", "cobra_wo_beamfusion"))
+    assert fused.steps == plain.steps
+    assert fused.trained.validation == plain.trained.validation
+    assert all(torch.equal(value, plain.trained.weights[name]) for name, value in fused.trained.weights.items())
+    both = [runs.first("arm", name) for name in ("cobra", "cobra_wo_beamfusion")]
+    loss = [[epoch["loss"] for epoch in run["curve"]] for run in both]
+    assert loss[0] == loss[1]
+    assert ["fusion" in run["extra"] for run in both] == [True, False]
+
+
+@pytest.mark.parametrize("name", ["cobra", "cobra_wo_id", "tiger", "sasrec", "ease", "itemknn", "popularity"])
+def test_arms_have_the_metrics_of_the_card(runs, name):
+    """All but those of cells, which only the cascade has; recall does not fall with the length of the list."""
+    metrics = runs.first("arm", name)["metrics"]
+    wanted = set(runs.card.facts["metrics"]["also"])
+    if name != "cobra":
+        wanted -= {"cell_hit_rate", "in_cell_mrr"}
+    assert wanted <= set(metrics)
+    assert metrics["recall@5"] <= metrics["hit@10"]
+    assert metrics["recall@50"] <= metrics["recall@100"]
+
+
+def test_validation_uses_its_own_beam(runs, monkeypatch):
+    """The ids-only arm searches with validation_beam while it trains and with beam at the end."""
+    widths = []
+    wide = experiment.beam_lister
+
+    def seen(*args, width: int, **options):
+        widths.append(width)
+        return wide(*args, width=width, **options)
+
+    monkeypatch.setattr(experiment, "beam_lister", seen)
+    monkeypatch.setitem(runs.card.facts["budgets"]["tiny"], "beam", 12)
+    runs.first("arm", "cobra_wo_dense")
+    assert widths[-2:] == [12, 100]
+    assert set(widths[:-2]) == {10}
 
 
 def test_every_arm_of_the_card_has_a_function():
