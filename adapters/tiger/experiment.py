@@ -6,6 +6,9 @@ the generator or its training. Sizes are in the budget.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 import torch
 
@@ -22,10 +25,12 @@ from auto_research.blocks.prefix_trie import PrefixTrie
 from auto_research.blocks.semantic_ids import SIDTable
 from auto_research.data.interactions import load_interactions
 from auto_research.data.sequences import LeaveTwoOut
-from auto_research.evaluate.next_list import genre_entropy, split_lists
+from auto_research.evaluate.next_item import Measure, measure_next_item
+from auto_research.evaluate.next_list import Lists, genre_entropy, split_lists
 from auto_research.experiment.context import Context
 from auto_research.experiment.contract import Experiment, Measurement
 from auto_research.experiment.studies import study
+from auto_research.metrics.ranking import TOP_K
 from auto_research.runtime.devices import device_for
 from auto_research.train.fitting import settings
 from auto_research.train.next_item import load_sequences
@@ -39,11 +44,20 @@ EPSILON = 0.1
 # Codes --------------------------------------------------------------------------------------------------------------
 
 
+def chosen(ctx: Context, name: str, default: str) -> str:
+    """An option of the tokenizers and arms, from the switch, else the budget."""
+    return {**ctx.budget, **(ctx.switch or {})}.get(name, default)
+
+
+def popularity_for(ctx: Context, config: TokenizerConfig) -> np.ndarray | None:
+    """What orders the items of a shared id, where ids may be shared."""
+    return load_sequences(ctx).popularity() if config.collisions == "group" else None
+
+
 def rqvae_ids(ctx: Context) -> None:
-    content = (ctx.switch or {}).get("content", "text")
     config = settings(TokenizerConfig, ctx)
-    popularity = load_sequences(ctx).popularity() if config.collisions == "group" else None
-    fit_semantic_ids(ctx, content_vectors(ctx, content), config, device=device_for(ctx.device), popularity=popularity)
+    vectors = content_vectors(ctx, chosen(ctx, "content", "text"))
+    fit_semantic_ids(ctx, vectors, config, device=device_for(ctx.device), popularity=popularity_for(ctx, config))
 
 
 @experiment.artifact
@@ -65,38 +79,40 @@ def random_ids(ctx: Context) -> None:
 @experiment.artifact
 def lsh_ids(ctx: Context) -> None:
     config = settings(TokenizerConfig, ctx)
-    save_semantic_ids(ctx.out, hyperplane_table(content_vectors(ctx), config, ctx.seed), config.levels)
+    vectors = content_vectors(ctx, chosen(ctx, "content", "text"))
+    save_semantic_ids(ctx.out, hyperplane_table(vectors, config, ctx.seed, popularity_for(ctx, config)), config.levels)
 
 
 @experiment.artifact
 def rqkmeans_ids(ctx: Context) -> None:
     config = settings(TokenizerConfig, ctx)
-    content = (ctx.switch or {}).get("content", "text")
-    save_semantic_ids(ctx.out, kmeans_table(content_vectors(ctx, content), config, ctx.seed), config.levels)
+    vectors = content_vectors(ctx, chosen(ctx, "content", "text"))
+    save_semantic_ids(ctx.out, kmeans_table(vectors, config, ctx.seed, popularity_for(ctx, config)), config.levels)
 
 
 # Generators ---------------------------------------------------------------------------------------------------------
 
 
+def list_entropy(ctx: Context) -> Callable[[Lists], dict[str, np.ndarray]]:
+    """Genre entropy of the first ten items."""
+    genres = load_interactions(ctx.data("canonical")).item_genres
+    return lambda lists: {"topk_genre_entropy": genre_entropy(lists.items[:, :TOP_K], genres)}
+
+
 def codes_of(ctx: Context) -> SIDTable:
     """The arm's table of semantic ids."""
-    return SIDTable.load(ctx.artifact((ctx.switch or {}).get("ids", "semantic_ids")))
+    return SIDTable.load(ctx.artifact(chosen(ctx, "ids", "semantic_ids")))
 
 
 def generate(ctx: Context) -> Measurement:
     """Train and measure a generator over the arm's codes."""
     device, table = device_for(ctx.device), codes_of(ctx)
     genres = load_interactions(ctx.data("canonical")).item_genres
-    measured, trained = tiger_baseline.train_generator(
-        ctx,
-        table,
-        device=device,
-        also=lambda lists: {"topk_genre_entropy": genre_entropy(lists.items[:, :10], genres)},
-    )
+    measured, trained = tiger_baseline.train_generator(ctx, table, device=device, also=list_entropy(ctx))
     sequences, budget = load_sequences(ctx), settings(SIDBudget, ctx)
     served = Served(trained.model.eval(), sequences, PrefixTrie.of(table, device), budget.length, device)
     measured.metrics |= code_facts(table, settings(TokenizerConfig, ctx).levels)
-    measured.metrics |= unconstrained(served, budget.validation_beam)
+    measured.metrics |= unconstrained(served, max(budget.beam, TOP_K))
     if (ctx.switch or {}).get("temperatures"):
         found = temperatures(served, genres, ctx.seed)
         measured.extra["studies"] = {
@@ -151,7 +167,10 @@ def cold_run(ctx: Context) -> Measurement:
     cold = cold_start.cold_items(table.n_items, ctx.seed)
     sequences = cold_start.without_items(load_sequences(ctx), cold)
     levels, budget = settings(TokenizerConfig, ctx).levels, settings(SIDBudget, ctx)
-    measured, trained = tiger_baseline.train_generator(ctx, table, device=device, sequences=sequences)
+    offered = torch.from_numpy(~cold).to(device)
+    measured, trained = tiger_baseline.train_generator(
+        ctx, table, device=device, sequences=sequences, inventory=offered
+    )
     lister = beam_lister(
         trained.model,
         sequences,
@@ -159,7 +178,7 @@ def cold_run(ctx: Context) -> Measurement:
         width=budget.beam,
         length=budget.length,
         device=device,
-        inventory=torch.from_numpy(~cold).to(device),
+        inventory=offered,
     )
     lists = split_lists(lister, sequences, "test").items
     measured.metrics |= code_facts(table, levels)
@@ -225,23 +244,28 @@ def cold_start_coarse(ctx: Context) -> Measurement:
 # Beside it ----------------------------------------------------------------------------------------------------------
 
 
+def further(ctx: Context) -> Measure:
+    """The generators' metrics of lists, for scorers."""
+    return partial(measure_next_item, at=(5,), also=list_entropy(ctx))
+
+
 @experiment.arm
 def popularity(ctx: Context) -> Measurement:
-    return popularity_baseline.run(ctx, device=device_for(ctx.device))
+    return popularity_baseline.run(ctx, device=device_for(ctx.device), measure=further(ctx))
 
 
 @experiment.arm
 def itemknn(ctx: Context) -> Measurement:
-    return itemknn_baseline.run(ctx, device=device_for(ctx.device))
+    return itemknn_baseline.run(ctx, device=device_for(ctx.device), measure=further(ctx))
 
 
 @experiment.arm
 def ease(ctx: Context) -> Measurement:
-    return ease_baseline.run(ctx, device=device_for(ctx.device))
+    return ease_baseline.run(ctx, device=device_for(ctx.device), measure=further(ctx))
 
 
 @experiment.arm
 def sasrec(ctx: Context) -> Measurement:
     """The tuned baseline, with its own sizes and recipe but for what the budget says under `sasrec`."""
     recipe = {**sasrec_baseline.SIZES, **sasrec_baseline.RECIPE, **ctx.budget.get("sasrec_recipe", {})}
-    return sasrec_baseline.run(ctx, device=device_for(ctx.device), **recipe)
+    return sasrec_baseline.run(ctx, device=device_for(ctx.device), measure=further(ctx), **recipe)

@@ -36,14 +36,23 @@ def random_table(table: SIDTable, seed: int) -> SIDTable:
     return resolve_collisions(codes, table.sizes, "group", popularity=np.zeros(table.n_items + 1))
 
 
-def hyperplane_table(vectors: np.ndarray, config: TokenizerConfig, seed: int) -> SIDTable:
-    """log2(codes) random hyperplanes a level through the mean of vectors [n_items + 1, D], and a suffix."""
+def hyperplane_table(
+    vectors: np.ndarray, config: TokenizerConfig, seed: int, popularity: np.ndarray | None = None
+) -> SIDTable:
+    """log2(codes) random hyperplanes a level through the mean of vectors [n_items + 1, D], and a suffix.
+
+    popularity: int[n_items + 1], where config.collisions lets items share an id instead of a suffix.
+    """
     bits = int(config.codes).bit_length() - 1
     if 1 << bits != config.codes:
         raise ConfigError(f"hyperplane codes need a power of two per level, not {config.codes}")
-    return resolve_collisions(lsh_codes(vectors[1:], config.levels, bits, seed=seed), config.sizes)
+    codes = lsh_codes(vectors[1:], config.levels, bits, seed=seed)
+    return resolve_collisions(codes, config.sizes, config.collisions, popularity=popularity)
 
 
-def kmeans_table(vectors: np.ndarray, config: TokenizerConfig, seed: int) -> SIDTable:
-    """Residual k-means of vectors [n_items + 1, D] without an autoencoder, and a suffix."""
-    return resolve_collisions(rq_kmeans(vectors[1:], config.sizes, seed=seed).codes, config.sizes)
+def kmeans_table(
+    vectors: np.ndarray, config: TokenizerConfig, seed: int, popularity: np.ndarray | None = None
+) -> SIDTable:
+    """Residual k-means of vectors [n_items + 1, D] without an autoencoder, and a suffix (or, as above, none)."""
+    codes = rq_kmeans(vectors[1:], config.sizes, seed=seed).codes
+    return resolve_collisions(codes, config.sizes, config.collisions, popularity=popularity)

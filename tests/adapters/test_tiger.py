@@ -9,23 +9,25 @@ import pytest
 import torch
 
 from adapters.tiger import cold_start, experiment
-from adapters.tiger.serving import Served, temperatures, unconstrained
+from adapters.tiger.serving import Served, drawn_lister, temperatures, unconstrained
 from adapters.tiger.tokenizers import content_vectors, hyperplane_table, kmeans_table, random_table
-from auto_research.baselines.tiger import TokenizerConfig, builder, code_facts, fit_semantic_ids
+from auto_research.baselines import tiger as tiger_baseline
+from auto_research.baselines.tiger import TokenizerConfig, builder, code_facts, fit_semantic_ids, train_generator
 from auto_research.blocks.beam_search import constrained_beam, exhaustive_sid_scores
 from auto_research.blocks.history_generator import GeneratorConfig
 from auto_research.blocks.prefix_trie import PrefixTrie
 from auto_research.blocks.rqvae import RQVAE, ResidualQuantizer, RQVAEConfig
 from auto_research.blocks.semantic_ids import SIDTable, SIDVocab, random_codes, resolve_collisions
-from auto_research.blocks.sid_models import SIDStep
+from auto_research.blocks.sid_models import SIDStep, path_logprob
 from auto_research.data.sequences import LeaveTwoOut
+from auto_research.evaluate.next_list import genre_entropy, split_lists
 from auto_research.experiment.card import find_card
 from auto_research.metrics.cost import count_params
-from auto_research.runtime.errors import ConfigError
+from auto_research.runtime.errors import ConfigError, NonFinite
 from auto_research.runtime.paths import code_root
 from auto_research.train.next_item import recent_items
 from auto_research.train.optimizer import adamw
-from auto_research.train.sid import SIDBatch, generator_loss, read_history
+from auto_research.train.sid import SIDBatch, beam_lister, generator_loss, read_history
 from auto_research.train.state import StateFolder
 
 CPU = torch.device("cpu")
@@ -83,16 +85,21 @@ def test_residual_quantisation_by_hand():
 def test_reconstruction_goes_straight_through_and_never_to_the_books():
     torch.manual_seed(0)
     model = RQVAE(RQVAEConfig((6,), (4, 4), ((8,),), 3))
-    x = torch.randn(5, 6)
+    x = torch.randn(40, 6)
     model.start_quantising([x], 0)
-    z = model.latent([x]).detach().requires_grad_()
-    zhat = model.quantizers[0](z).vectors.sum(1)
-    through = z + (zhat - z).detach()
-    through.retain_grad()
-    (x - model.decode(through)[0]).square().sum().backward()
-    assert z.grad.abs().max() > 0
-    assert torch.equal(z.grad, through.grad)
-    assert all(book.grad is None for book in model.quantizers[0].books)
+    seen = {}
+
+    def kept(name, tensor):
+        tensor.retain_grad()
+        seen[name] = tensor
+
+    model.encoders[0].register_forward_hook(lambda module, inputs, z: kept("z", z))
+    model.decoders[0].register_forward_pre_hook(lambda module, inputs: kept("zhat", inputs[0]))
+    model.losses([x])["reconstruction"].sum().backward()
+    assert seen["z"].grad.abs().max() > 0
+    assert torch.equal(seen["z"].grad, seen["zhat"].grad)
+    assert not torch.equal(seen["z"], seen["zhat"])
+    assert all(book.grad is None or not book.grad.any() for book in model.quantizers[0].books)
 
 
 def test_exported_codes_are_those_of_the_saved_model(tokenized):
@@ -122,6 +129,29 @@ def test_genres_alone_collide(tokenized, movielens_100k, tmp_path):
     coarse = kmeans_table(genres, TokenizerConfig(), 0)
     assert code_facts(coarse, 3)["prefix_collision_rate"] > 0.9
     assert code_facts(coarse, 3)["prefix_collision_rate"] > 4 * code_facts(table, 3)["prefix_collision_rate"]
+
+
+def test_options_reach_the_tokenizer(movielens_100k, tmp_path):
+    """content genres and text_cf, and ids without a suffix, through the artifact's own function."""
+    sizes = {"codes": 16, "rq_hidden": [32], "rq_width": 8, "rq_steps": 20}
+    tables = {}
+    for name, more in {
+        "text": {},
+        "genres": {"content": "genres"},
+        "text_cf": {"content": "text_cf"},
+        "group": {"collisions": "group"},
+    }.items():
+        ctx = context(movielens_100k, tmp_path / name, **sizes, **more)
+        ctx.device = "cpu"
+        experiment.rqvae_ids(ctx)
+        tables[name] = SIDTable.load(ctx.out)
+    assert len({table.content_hash for table in tables.values()}) == 4
+    assert [tables[name].levels for name in ("text", "group")] == [4, 3]
+    assert len(tables["group"].leaves) < 1682
+    genres = content_vectors(context(movielens_100k, tmp_path / "again"), "genres")[1:]
+    _, group = np.unique(genres, axis=0, return_inverse=True)
+    prefixes = np.unique(np.column_stack([group.reshape(-1), tables["genres"].codes[1:, :3]]), axis=0)
+    assert len(prefixes) == group.max() + 1  # equal genres, equal codes
 
 
 def test_suffix_by_hand():
@@ -244,8 +274,33 @@ def test_one_stack_of_equal_size_has_the_same_interface(tokenized, sequences):
     assert abs(count_params(one) / count_params(two) - 1) < 0.01
     batch = rows(sequences, 4, 6)
     codes = torch.from_numpy(table.codes)
-    assert torch.isfinite(generator_loss(one, batch, codes))
-    assert generator_loss(one, batch, codes) != generator_loss(two, batch, codes)
+    optimizer = adamw(one, 5e-3)
+    losses = []
+    for _ in range(15):
+        optimizer.zero_grad()
+        loss = generator_loss(one, batch, codes)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.7 * losses[0]
+    beams = constrained_beam(SIDStep(one.eval()), one.context(batch.items, batch.user), PrefixTrie.of(table), 5)
+    assert torch.isfinite(beams.logp).all()
+    paths = beams.codes[:1]  # the cache of the one stack spells what teacher forcing spells
+    first = one.context(batch.items[:1], batch.user[:1])
+    torch.testing.assert_close(beams.logp[:1], path_logprob(one, first, paths), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("options", [{"stack": "decoder", "source": "flat"}, {"causal": False}])
+def test_one_target_a_row_needs_cuts(tokenized, sequences, options):
+    ctx = SimpleNamespace(budget={"length": 6, "user_tokens": 4}, switch=options, key="tiger", tier="tiny", seed=42)
+    with pytest.raises(ConfigError, match="cuts: true"):
+        train_generator(ctx, tokenized[1], device=CPU, sequences=sequences)
+
+
+def test_without_a_user_token_the_vocabulary_has_none(tokenized, sequences):
+    _, table, _ = tokenized
+    without = GeneratorConfig(32, 4, 1, 1, 64, 0.0, length=6, user_token=False)
+    assert builder(table, without, users=0)(None, sequences).vocab.size + 128 == SIDVocab.of(table, users=128).size
 
 
 # Serving ------------------------------------------------------------------------------------------------------------
@@ -270,16 +325,36 @@ def test_the_beam_without_a_trie_names_items_that_do_not_exist():
 
 
 def test_temperature_spreads_the_lists():
-    served = small_served()
-    genres = np.eye(61)[:, 1:]
+    """Near temperature 0 the first item is the greedy path's; at 2 it is mostly another."""
+    served, positions = small_served(), np.arange(6)
     with torch.no_grad():
         for parameter in served.model.parameters():
             parameter.mul_(3)
+    greedy = beam_lister(served.model, served.sequences, served.trie, width=1, length=4, device=CPU, renormalise=True)(
+        "test", positions
+    )
+    cold, hot = (drawn_lister(served, temperature, 0)("test", positions) for temperature in (1e-3, 2.0))
+    assert np.array_equal(cold[:, 0], greedy[:, 0])
+    assert (hot[:, 0] != greedy[:, 0]).mean() >= 0.5
+    assert (np.sort(hot, axis=1) != np.sort(cold, axis=1)).any(1).all()
+    genres = np.zeros((61, 4))
+    genres[np.arange(1, 61), served.model.tokens.codes[1:, 0].numpy()] = 1
     found = temperatures(served, genres, 0)
     assert [t for t, _ in found["topk_genre_entropy"]] == [1.0, 1.5, 2.0]
     assert found == temperatures(served, genres, 0)
-    # ten distinct items with a genre each: the entropy is that of ten, whatever the temperature
-    assert found["topk_genre_entropy"][0][1] == pytest.approx(np.log(10))
+    lists = split_lists(drawn_lister(served, 2.0, 0), served.sequences, "test")
+    assert found["topk_genre_entropy"][2][1] == pytest.approx(genre_entropy(lists.items, genres).mean())
+    assert found["ndcg@10"][2][1] == pytest.approx(lists.ndcg(10).mean())
+
+
+def test_a_path_without_an_item_goes_on_from_the_token_it_chose():
+    """Scores of the beam without a trie are the model's own log-probabilities, of foreign tokens too."""
+    served = small_served()
+    ctx, _ = served.read("test", np.arange(2))
+    beams = constrained_beam(SIDStep(served.model), ctx, served.trie, 30, constrained=False)
+    foreign = (beams.codes >= torch.tensor(served.model.vocab.sizes)).any(-1)
+    assert foreign.any()
+    torch.testing.assert_close(beams.logp, path_logprob(served.model, ctx, beams.codes), atol=1e-4, rtol=0)
 
 
 # Items without history ----------------------------------------------------------------------------------------------
@@ -304,6 +379,34 @@ def test_epsilon_bounds_the_unseen_items_of_a_list():
     assert cold_start.mixed(lists, near, 0.1)[0].tolist() == [5, 1, 2, 6, 0, 0, 0, 0, 0, 0]
     assert cold_start.mixed(lists, near, 0.3)[0].tolist() == [5, 1, 2, 3, 6, 0, 0, 0, 0, 0]
     assert [cold_start.quota(e, 10) for e in (0.0, 0.1, 0.3, 0.5)] == [0, 1, 3, 5]
+
+
+def test_no_cold_item_is_offered_but_through_epsilon():
+    served = small_served()
+    cold = np.zeros(61, dtype=bool)
+    cold[1::3] = True
+    sizes = {"width": 16, "heads": 2, "encoder_layers": 1, "layers": 1, "hidden": 32, "dropout": 0.0}
+    lister = beam_lister(
+        served.model, served.sequences, served.trie, width=20, length=4, device=CPU, inventory=torch.from_numpy(~cold)
+    )
+    lists = split_lists(lister, served.sequences, "test").items
+    assert not cold[lists].any()
+    table = resolve_collisions(random_codes(60, (4, 4, 4), seed=0), (4, 4, 4))
+    near = cold_start.code_neighbours(table, cold, 3)
+    assert cold[cold_start.mixed(lists, near, 0.0)].sum(1).max() == 0
+    assert cold[cold_start.mixed(lists, near, 0.1)].sum(1).max() == 1
+    offered = []
+
+    def fit(ctx, build, *, inventory, **options):
+        offered.append(inventory)
+        raise NonFinite("stop here")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiger_baseline, "fit_sid", fit)
+        ctx = SimpleNamespace(budget=sizes | {"length": 4, "user_tokens": 4}, switch=None)
+        with pytest.raises(NonFinite):
+            train_generator(ctx, table, device=CPU, sequences=served.sequences, inventory=torch.from_numpy(~cold))
+    assert torch.equal(offered[0], torch.from_numpy(~cold))
 
 
 def test_nearest_vectors_obey_the_same_bound():

@@ -21,6 +21,7 @@ from auto_research.blocks.semantic_ids import SIDTable, SIDVocab, resolve_collis
 from auto_research.data.sequences import LeaveTwoOut
 from auto_research.evaluate.next_list import Lists
 from auto_research.experiment.contract import Measurement
+from auto_research.runtime.errors import ConfigError
 from auto_research.runtime.files import write_json
 from auto_research.train.fitting import settings
 from auto_research.train.next_item import load_sequences
@@ -113,23 +114,36 @@ def train_generator(
     device: torch.device,
     sequences: LeaveTwoOut | None = None,
     also: Callable[[Lists], dict[str, np.ndarray]] | None = None,
+    inventory: torch.Tensor | None = None,
     **overrides: Any,
 ) -> tuple[Measurement, Trained]:
     """Tune, train and measure a generator over the ids of `table`.
 
     Sizes (GeneratorConfig), training (SIDBudget), `stack` and `user_tokens` come from overrides, else the arm's switch,
-    else the budget.  also: more metrics of the test lists.
+    else the budget.  also: more metrics of the test lists.  inventory: bool[n_items + 1] on the
+    device, items that lists may hold in validation and test (None: every item).
+    Raises ConfigError for a model that learns only one target a row where rows are windows.
     """
     sequences = sequences or load_sequences(ctx)
     config, budget = settings(GeneratorConfig, ctx, **overrides), settings(SIDBudget, ctx, **overrides)
     values = {**ctx.budget, **(ctx.switch or {}), **overrides}
-    build = builder(table, config, stack=values.get("stack", "seq2seq"), users=values.get("user_tokens", USER_TOKENS))
+    stack = values.get("stack", "seq2seq")
+    if not budget.cuts and (stack == "decoder" or not config.causal):
+        raise ConfigError("a generator that learns the last target of a row only needs cuts: true")
+    users = values.get("user_tokens", USER_TOKENS) if config.user_token else 0
     trained, records = fit_sid(
-        ctx, build, table=table, device=device, sequences=sequences, budget=budget, trials=overrides.get("trials")
+        ctx,
+        builder(table, config, stack=stack, users=users),
+        table=table,
+        device=device,
+        sequences=sequences,
+        budget=budget,
+        trials=overrides.get("trials"),
+        inventory=inventory,
     )
-    measured = measure_sid(trained, records, sequences, table, budget, device=device, also=also)
+    measured = measure_sid(trained, records, sequences, table, budget, device=device, also=also, inventory=inventory)
     length = np.minimum(np.diff(sequences.train_starts) + 1, budget.length)
-    per_item = 1 if config.source == "fused" and values.get("stack") != "decoder" else table.levels
+    per_item = 1 if config.source == "fused" and stack != "decoder" else table.levels
     measured.cost |= {
         "embedding_rows": trained.model.vocab.size,
         "embedding_rows_vs_items": trained.model.vocab.size / table.n_items,

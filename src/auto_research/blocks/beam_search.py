@@ -242,7 +242,10 @@ class _Walk:
             self.codes = self.leaf = self.node.new_zeros(batch, 1, 0)
         level = self.position % self.trie.levels
         if not self.constrained:
-            code = torch.arange(logits.shape[-1], device=logits.device) - self.offsets[level]
+            columns = logits.shape[
+                -1
+            ]  # a column of another level keeps a code of its own, which the trie does not know
+            code = (torch.arange(columns, device=logits.device) - self.offsets[level]) % columns
             logp = logits.log_softmax(-1)
             return _Options(logits, logp, logp > NEVER, code.expand_as(logits), None)
         child, allowed = self.trie.children(self.node, level)

@@ -103,10 +103,14 @@ class SIDModel(nn.Module):
         return None
 
     def target_tokens(self, codes: Tensor) -> Tensor:
-        """Input tokens of codes int64 [B, w, m * L]: [BOS, c_1 .. c_L] per item, without the last code of all."""
+        """Input tokens of codes int64 [B, w, m * L]: [BOS, c_1 .. c_L] per item, without the last code of all.
+
+        A code past its level is the token of another level that an unconstrained beam has chosen; -1 is PAD.
+        """
         batch, width, length = codes.shape
         levels = self.vocab.levels
-        tokens = torch.where(codes < 0, self.vocab.pad, codes + self.offset.repeat(length // levels))
+        shifted = (codes + self.offset.repeat(length // levels)) % self.vocab.size
+        tokens = torch.where(codes < 0, self.vocab.pad, shifted)
         bos = tokens.new_full((batch, width, length // levels, 1), self.vocab.bos)
         return torch.cat([bos, tokens.unflatten(2, (-1, levels))], dim=3).flatten(2)[..., :-1]
 
@@ -310,7 +314,7 @@ def token_logprob(model: SIDModel, ctx: Any, codes: Tensor, masks: Sequence[Tens
         if masks is not None:
             logits = logits[..., start : start + masks[n].shape[-1]].masked_fill(~masks[n], -torch.inf)
             start = 0
-        chosen = logits.gather(-1, (code + start).unsqueeze(-1)).squeeze(-1)
+        chosen = logits.gather(-1, ((code + start) % logits.shape[-1]).unsqueeze(-1)).squeeze(-1)
         parts.append(torch.where(codes[..., n] < 0, 0.0, chosen - logits.logsumexp(-1)))
     return torch.stack(parts, dim=-1)
 

@@ -177,7 +177,8 @@ def beam_lister(
 ) -> Lister:
     """Lister of the `count` best unseen items by constrained beam search; options go to `constrained_beam`.
 
-    trie: on `device`.  inventory: bool[n_items + 1] items that may be offered at all (None: every item).  Items of a shared semantic id follow each other, the most popular first.
+    trie: on `device`.  inventory: bool[n_items + 1] items that may be offered at all (None: every item).  Items of a
+    shared semantic id follow each other, the most popular first.
     """
 
     def answer(split: str, positions: np.ndarray) -> np.ndarray:
@@ -216,13 +217,15 @@ def fit_sid(
     validate: Callable[[nn.Module], dict[str, float]] | None = None,
     scorer: Callable[[nn.Module, LeaveTwoOut], Scorer] | None = None,
     trials: Sequence[dict[str, Any]] | None = None,
+    inventory: Tensor | None = None,
     observed: bool = True,
 ) -> tuple[Trained, list[dict[str, Any]]]:
     """Tune and train; the chosen model in evaluation mode and a record per trial. The test targets are not read.
 
     build: (hyperparameters of the trial, sequences) -> generator on CPU, called right after seeding.
     batches, loss, validate: instead of `sid_batches`, `generator_loss` and beam search on the validation targets;
-    `validate` must give ndcg@10.  scorer: of a model on a split, shown to the observer instead of `sid_scorer`.  observed: show steps and the trained model to `ctx.observe`.
+    `validate` must give ndcg@10.  scorer: of a model on a split, shown to the observer instead of `sid_scorer`.
+    inventory: as in `beam_lister`, for validation.  observed: show steps and the trained model to `ctx.observe`.
     Raises ConfigError when the generator spells other semantic ids than those of `table`.
     """
     sequences = sequences or load_sequences(ctx)
@@ -231,7 +234,15 @@ def fit_sid(
     codes = torch.from_numpy(table.codes).to(device)
 
     def checked(model: nn.Module) -> dict[str, float]:
-        lister = beam_lister(model, sequences, trie, width=budget.validation_beam, length=budget.length, device=device)
+        lister = beam_lister(
+            model,
+            sequences,
+            trie,
+            width=budget.validation_beam,
+            length=budget.length,
+            device=device,
+            inventory=inventory,
+        )
         return validation_lists(lister, sequences, users=budget.validation_users, chunk=CHUNK)
 
     def run(hyperparameters: dict[str, Any], state: StateFolder) -> Trained:
@@ -275,15 +286,24 @@ def measure_sid(
     at: tuple[int, ...] = (5,),
     also: Callable[[Lists], dict[str, np.ndarray]] | None = None,
     lister: Lister | None = None,
+    inventory: Tensor | None = None,
 ) -> Measurement:
     """Test metrics of the lists of a trained generator (default: beam search of the budget's width) and its costs.
 
-    at, also: as in `measure_next_list`.  cost: params, flops and user_beam_ms (one user, encoding and beam search), and what training took.
+    at, also: as in `measure_next_list`.  inventory: as in `beam_lister`.  cost: params, flops, user_beam_ms (wall time of
+    encoding, beam search and cleaning of lists by batches of users, over their number), and what training took.
     """
     model, trie = trained.model, PrefixTrie.of(table, device)
     width, count = budget.beam, max(LIST, *at) if at else LIST
     lister = lister or beam_lister(
-        model, sequences, trie, width=max(width, count), length=budget.length, device=device, count=count
+        model,
+        sequences,
+        trie,
+        width=max(width, count),
+        length=budget.length,
+        device=device,
+        count=count,
+        inventory=inventory,
     )
     measured = measure_next_list(lister, sequences, at=at, also=also, chunk=CHUNK)
     measured.validation, measured.curve = trained.validation, trained.curve
