@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from adapters.unir2.events import UnifiedSplit, requests_at, seen_items
+from adapters.unir2.events import Requests, UnifiedSplit, requests_at, seen_items
 from adapters.unir2.features import PrefixTokens
 from adapters.unir2.model import TASKS, THRESHOLDS, Served, UniR2
+from adapters.unir2.training import BatchRule
 from auto_research.baselines.sasrec import SASRec
 from auto_research.evaluate.next_list import Lister
 from auto_research.evaluate.serving import median_seconds
@@ -22,8 +24,25 @@ from auto_research.runtime.errors import RunFailure
 
 CHUNK = 64
 GRID = (0.0, 0.5, 1.0)
+SHARES = (0.0, 0.125, 0.25, 0.5, 1.0)  # alpha / L: the same weights of log p for every number of levels
 WARM_UP, TIMED = 1, 5
-RANKED = 40  # candidates that ranking cost is stated for
+
+
+class Weights(NamedTuple):
+    """alpha of log p / L, and the weight of every task."""
+
+    alpha: float
+    tasks: tuple[float, ...]
+
+    @classmethod
+    def of(cls, point: tuple[float, ...]) -> Weights:
+        return cls(point[0], tuple(point[1:]))
+
+    def named(self) -> dict[str, float]:
+        return {"alpha": self.alpha, **dict(zip(TASKS, self.tasks, strict=True))}
+
+
+GENERATION_ORDER = Weights(1.0, (0.0, 0.0, 0.0))
 
 
 def unified_score(served: Served, levels: int, alpha: float, weights: tuple[float, ...]) -> Tensor:
@@ -36,11 +55,22 @@ def unified_score(served: Served, levels: int, alpha: float, weights: tuple[floa
 
 
 class Server:
-    """Beams of one trained model over a split; each split is served once and re-ordered as often as wanted."""
+    """Beams of one model over a split. keep: the model is trained, so users are served once and re-ordered after that."""
 
-    def __init__(self, model: nn.Module, data: UnifiedSplit, device: torch.device, rule, *, width: int, levels: int):
+    def __init__(
+        self,
+        model: nn.Module,
+        data: UnifiedSplit,
+        device: torch.device,
+        rule: BatchRule,
+        *,
+        width: int,
+        levels: int,
+        keep: bool = False,
+    ):
         self.model, self.data, self.device, self.rule = model, data, device, rule
         self.width, self.levels = width, levels
+        self.kept: dict[tuple[str, bytes], Served] | None = {} if keep else None
 
     def request(self, split: str, positions: np.ndarray):
         rows = self.data.cut(split)[positions]
@@ -48,34 +78,38 @@ class Server:
         return request.to(self.device), seen_items(self.data, rows).to(self.device)
 
     def serve(self, split: str, positions: np.ndarray) -> Served:
+        key = (split, positions.tobytes())
+        if self.kept is not None and key in self.kept:
+            return self.kept[key]
         self.model.eval()
         request, seen = self.request(split, positions)
-        return self.model.serve(request, seen, width=self.width)
+        served = self.model.serve(request, seen, width=self.width)
+        if self.kept is not None:
+            self.kept[key] = served
+        return served
 
-    def lister(self, alpha: float, weights: tuple[float, ...]) -> Lister:
+    def lister(self, weights: Weights) -> Lister:
         """Lists of a beam in the order of the unified score."""
 
         def lists(split: str, positions: np.ndarray) -> np.ndarray:
             served = self.serve(split, positions)
-            return ordered(served, unified_score(served, self.levels, alpha, weights)).cpu().numpy()
+            return ordered(served, unified_score(served, self.levels, *weights)).cpu().numpy()
 
         return lists
 
-    def catalogue_scores(
-        self, split: str, positions: np.ndarray, alpha: float, weights: tuple[float, ...]
-    ) -> np.ndarray:
+    def catalogue_scores(self, split: str, positions: np.ndarray, weights: Weights) -> np.ndarray:
         """Unified scores [B, I + 1] of every item."""
         self.model.eval()
         request, _ = self.request(split, positions)
         logp, tasks = self.model.catalogue(request)
         item = torch.arange(logp.shape[1], device=logp.device).expand(len(logp), -1)
-        score = unified_score(Served(item, logp, tasks), self.levels, alpha, weights)
+        score = unified_score(Served(item, logp, tasks), self.levels, *weights)
         return score.clamp(min=-1e9).cpu().numpy()
 
-    def choose_weights(self) -> tuple[dict[str, float], dict[str, float]]:
-        """(weights alpha, click, longview, gift; ndcg@10 by name) of the best grid point by validation ndcg@10.
+    def choose_weights(self) -> tuple[Weights, Weights | None, dict[str, float]]:
+        """The best weights on the grid by validation ndcg@10, the best with alpha 0, and ndcg@10 by name.
 
-        Generation order (alpha 1, no task) is in the grid, and wins ties.
+        Generation order (alpha 1, no task) is in the grid, and wins ties. None without ranking.
         """
         parts = [
             self.serve("valid", np.arange(a, min(a + CHUNK, len(self.data)))) for a in range(0, len(self.data), CHUNK)
@@ -85,18 +119,21 @@ class Server:
         ranked = parts[0].tasks is not None
         grid = [(1.0, 0.0, 0.0, 0.0)]
         if ranked:
-            grid += [(alpha, 1.0, *rest) for alpha, *rest in itertools.product(GRID, repeat=3)]
-        for alpha, *weights in grid:
+            grid += [(share * self.levels, 1.0, *rest) for share, *rest in itertools.product(SHARES, GRID, GRID)]
+        for point in grid:
             gains = []
             for k, served in enumerate(parts):
-                top = ordered(served, unified_score(served, self.levels, alpha, tuple(weights)))[:, :10]
+                top = ordered(served, unified_score(served, self.levels, *Weights.of(point)))[:, :10]
                 hit = top == target[k * CHUNK : k * CHUNK + len(top), None]
                 place = torch.arange(top.shape[1], device=hit.device)
                 gains.append((hit / torch.log2(place + 2.0)).sum(1))
-            found[(alpha, *weights)] = float(torch.cat(gains).mean())
+            found[point] = float(torch.cat(gains).mean())
         best = max(found, key=lambda key: found[key])
-        names = ("alpha", *TASKS)
-        return dict(zip(names, best, strict=True)), {"generation_order": found[grid[0]], "chosen": found[best]}
+        values = {"generation_order": found[grid[0]], "chosen": found[best]}
+        if not ranked:
+            return Weights.of(best), None, values
+        ranking = max((key for key in found if key[0] == 0), key=lambda key: found[key])
+        return Weights.of(best), Weights.of(ranking), values | {"ranking_order": found[ranking]}
 
 
 def ordered(served: Served, score: Tensor) -> Tensor:
@@ -105,7 +142,9 @@ def ordered(served: Served, score: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def ranked_rows(model: nn.Module, data: UnifiedSplit, split: str, device: torch.device, rule, limit: int | None = None):
+def ranked_rows(
+    model: nn.Module, data: UnifiedSplit, split: str, device: torch.device, rule: BatchRule, limit: int | None = None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Users int64[N], ratings float[N] and task logits float32[N, tasks] of a split's rows, strictly earlier history."""
     model.eval()
     rows, logits = data.rows(split)[:limit], []
@@ -151,7 +190,7 @@ def code_accuracy(model: UniR2, data: UnifiedSplit, server: Server) -> dict[str,
     return {f"code_accuracy_{k + 1}": float(value) for k, value in enumerate(torch.cat(hits).mean(0))}
 
 
-def add_user_units(measured: Measurement, data: UnifiedSplit, user, rating, logits) -> None:
+def add_user_units(measured: Measurement, user: np.ndarray, rating: np.ndarray, logits: np.ndarray) -> None:
     """AUC inside users of the long-view task, whose plain mean is uauc_longview_mean."""
     inside = user_auc(user, (rating >= THRESHOLDS[1]).astype(np.int64), logits[:, 1].astype(np.float64))
     measured.metrics["uauc_longview_mean"] = float(inside.auc.mean())
@@ -162,7 +201,6 @@ class EncoderCalls:
     """Counts how often a user's events are encoded while it is entered."""
 
     def __init__(self, model: nn.Module):
-
         self.encoders = [m for m in model.modules() if isinstance(m, PrefixTokens | SASRec)]
         self.calls = 0
 
@@ -180,35 +218,36 @@ class EncoderCalls:
 
 @torch.no_grad()
 def serving_cost(server: Server) -> dict[str, float]:
-    """One request: parameters, encodings of the user, milliseconds of recall and of ranking, FLOPs per candidate."""
-    model = server.model.eval()
+    """One request: parameters, encodings of the user, milliseconds of recall and of ranking, FLOPs per candidate.
+
+    Recall is reading the user and the beam; ranking is what is done with the candidates found, in a cascade with another
+    reading of the user.
+    """
+    model, width = server.model.eval(), server.width
     request, seen = server.request("test", np.zeros(1, dtype=np.int64))
 
     def timed(work: Callable[[], object]) -> float:
         return 1e3 * median_seconds(work, server.device, WARM_UP, TIMED)
 
     with EncoderCalls(model) as counted:
-        served = model.serve(request, seen, width=server.width)
+        served = model.serve(request, seen, width=width)
+    retrieved = model.retrieve(request, seen, width=width)
     found = {
         "params": float(count_params(model)),
         "user_encodings_per_request": float(counted.calls),
-        "flops": float(flops_of(lambda: model.serve(request, seen, width=server.width))),
-        "request_ms": timed(lambda: model.serve(request, seen, width=server.width)),
+        "flops": float(flops_of(lambda: model.serve(request, seen, width=width))),
+        "request_ms": timed(lambda: model.serve(request, seen, width=width)),
+        "recall_ms": timed(lambda: model.retrieve(request, seen, width=width)),
     }
     if served.tasks is not None:
-        many = torch.arange(1, RANKED + 1, device=server.device).unsqueeze(0) % (server.data.n_items + 1)
-        found["flops_rank_per_candidate"] = float(ranking_flops(model, request, many))
-        found["rank_ms"] = timed(lambda: model.rank(request, many))
+        found["flops_rank_per_candidate"] = ranking_flops(model, request, seen, width)
+        found["rank_ms"] = timed(lambda: model.rank_found(request, retrieved))
     return found
 
 
-def ranking_flops(model: nn.Module, request, items: Tensor) -> float:
-    """FLOPs that ranking one more candidate costs; of UniR2 without the code states, which the beam has made."""
-    if isinstance(model, UniR2):
-        ctx = model.read(request)
-        _, made = model.generator.whole(model.codes[items], ctx)
-        tokens = model.ranking.tokens(request, items)
-        return flops_of(lambda: model.ranking(model.generator, ctx, made, tokens)) / items.shape[1]
-    half = items.shape[1] // 2
-    few, all_of_them = (flops_of(lambda part=part: model.rank(request, part)) for part in (items[:, :half], items))
-    return (all_of_them - few) / (items.shape[1] - half)
+def ranking_flops(model: nn.Module, request: Requests, seen: Tensor, width: int) -> float:
+    """FLOPs that ranking one more of `width` candidates costs, with the code state that a beam does not make."""
+    half = width // 2
+    retrieved = [model.retrieve(request, seen, width=count) for count in (half, width)]
+    few, all_of_them = (flops_of(lambda found=found: model.rank_found(request, found)) for found in retrieved)
+    return (all_of_them - few) / (width - half)

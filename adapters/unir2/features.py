@@ -1,6 +1,7 @@
 """Tokens of prefix and candidate: profile and events of a request, and the four ranking tokens of an item.
 
-The tables of the ranking tokens belong to the ranking loss alone. All item statistics come from train rows.
+The tables of the ranking tokens belong to the ranking loss alone. All item statistics come from train rows; a row that is
+itself trained on sees them without its own rating.
 Shapes: B requests, n events, w candidates of each, G genres, D width.
 """
 
@@ -23,7 +24,10 @@ DECILES, MEAN_BUCKETS = 11, 10  # 0 is padding, and an item without train rows
 
 
 class ItemFacts(NamedTuple):
-    """genres float32[I + 1, G]; decade, decile, mean int64[I + 1]; rows: sizes of the tables of decade and profile."""
+    """genres float32[I + 1, G]; decade int64[I + 1]; decades, profile: sizes of the tables of decade and profile.
+
+    decile, mean: int64[I + 1, 6], column 0 of all train rows, column r without one of them that was rated r.
+    """
 
     genres: Tensor
     decade: Tensor
@@ -36,18 +40,20 @@ class ItemFacts(NamedTuple):
 def item_facts(data: UnifiedSplit, hashed: int) -> ItemFacts:
     """Genres, decade, popularity decile 1..10 (ties share one) and mean train rating in half stars 1..9, 0 without."""
     table, rows = data.interactions, data.known_rows
-    count = data.popularity()[1:]
-    total = np.bincount(table.item[rows], weights=table.rating[rows], minlength=data.n_items + 1)[1:]
-    ordered = np.sort(count[count > 0])
+    popularity = data.popularity()
+    total = np.bincount(table.item[rows], weights=table.rating[rows], minlength=data.n_items + 1)
+    ordered = np.sort(popularity[popularity > 0])
+    without = np.arange(RATINGS)
+    count = popularity[:, None] - (without > 0)  # (I + 1, 6)
     decile = 1 + np.searchsorted(ordered, count, side="left") * 10 // max(1, len(ordered))
-    mean = np.rint(2 * total / np.maximum(count, 1)) - 1
-    padded = [np.concatenate([[0], np.where(count > 0, x, 0)]).astype(np.int64) for x in (np.minimum(decile, 10), mean)]
+    mean = np.clip(np.rint(2 * (total[:, None] - without) / np.maximum(count, 1)) - 1, 1, MEAN_BUCKETS - 1)
+    known = [np.where(count > 0, x, 0).astype(np.int64) for x in (np.minimum(decile, DECILES - 1), mean)]
     sizes = table.vocab
     return ItemFacts(
         torch.from_numpy(table.item_genres.astype(np.float32)),
         torch.from_numpy(table.item_decade.astype(np.int64)),
-        torch.from_numpy(padded[0]),
-        torch.from_numpy(padded[1]),
+        torch.from_numpy(known[0]),
+        torch.from_numpy(known[1]),
         sizes["decade"],
         (sizes.get("gender", 1), sizes.get("age", 1), sizes.get("occupation", 1), hashed),
     )
@@ -112,12 +118,14 @@ class RankingTokens(nn.Module):
         self.cross = nn.Sequential(nn.Linear(3, width), nn.GELU(), nn.Linear(width, width))
         self.kind = nn.Parameter(torch.randn(RANKING_TOKENS, width) * START_SCALE)
 
-    def forward(self, request: Requests, item: Tensor) -> Tensor:
+    def forward(self, request: Requests, item: Tensor, own: Tensor | None = None) -> Tensor:
+        """own: int64[B, w] rating of the train row that the candidate is, 0 where it is none (default: nowhere)."""
         genres = mean_genres(self.of_genres)
+        own = torch.zeros_like(item) if own is None else own
         tokens = [
             self.item(item),
             self.genre(genres[item]) + self.decade(self.of_decade[item]),
-            self.decile(self.of_decile[item]) + self.mean(self.of_mean[item]),
+            self.decile(self.of_decile[item, own]) + self.mean(self.of_mean[item, own]),
             self.cross(cross_scalars(self.of_genres, request, item)),
         ]
         return torch.stack(tokens, dim=2) + self.kind

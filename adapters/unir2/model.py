@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from adapters.unir2.events import Requests
 from adapters.unir2.features import RANKING_TOKENS, START_SCALE, ItemFacts, PrefixTokens, RankingTokens
 from adapters.unir2.generator import Context, Generator, Trajectory
-from auto_research.blocks.beam_search import constrained_beam
+from auto_research.blocks.beam_search import Beams, constrained_beam
 from auto_research.blocks.biased_transformer import BiasedBlock
 from auto_research.blocks.lora import LowRank, detached_linear
 from auto_research.blocks.prefix_trie import PrefixTrie
@@ -91,31 +91,41 @@ class RankingLayer(nn.Module):
 
     def project(self, block: BiasedBlock, x: Tensor) -> Tensor:
         """q, k, v [.., 3 D] of normed inputs: sg(W x) + B A x."""
-        base = block.qkv(x)
+        return self._updated(block.qkv(x), x, ("query", "key", "value"))
+
+    def remember(self, block: BiasedBlock, x: Tensor) -> Tensor:
+        """k, v [.., 2 D] of normed inputs of prefix or codes, which are only read: sg(W x) + B A sg(x)."""
+        x, width = x.detach() if self.stop else x, x.shape[-1]
+        return self._updated(F.linear(x, block.qkv.weight[width:], block.qkv.bias[width:]), x, ("key", "value"))
+
+    def _updated(self, base: Tensor, x: Tensor, updates: tuple[str, ...]) -> Tensor:
         if self.stop and self.own is None:
             base = base.detach()
-        if not self.lora:
-            return base
-        return base + torch.cat([self.query(x), self.key(x), self.value(x)], dim=-1)
+        return base + torch.cat([getattr(self, name)(x) for name in updates], dim=-1) if self.lora else base
 
     def _linear(self, linear: nn.Linear, update: str, x: Tensor) -> Tensor:
         """W x + b with detached weights (the gradient reaches x), and the update."""
         base = detached_linear(linear, x) if self.stop and self.own is None else linear(x)
         return base + getattr(self, update)(x) if self.lora else base
 
-    def forward(self, block: BiasedBlock, x: Tensor, read: Tensor, visible: Tensor) -> Tensor:
-        """Ranking tokens x [N, R, D]; read [N, S, D] normed inputs of prefix and codes; visible bool[N, R, S + R]."""
+    def forward(self, block: BiasedBlock, x: Tensor, prefix: Tensor, codes: Tensor | None, visible: Tensor) -> Tensor:
+        """Ranking tokens x [B w, R, D]; normed inputs of what they read: prefix [B, P, D], codes [B w, t, D] or None.
+
+        visible: bool[B w, R, P + t + R].
+        """
         shared = self.own is None
         block = block if shared else self.own
         stop = self.stop and shared
         own = self.project(block, scaled(block.norm_attention, x, stop))
-        both = torch.cat([self.project(block, read.detach() if self.stop else read), own], dim=1)
+        read = [self.remember(block, prefix).repeat_interleave(len(x) // len(prefix), dim=0)]
+        read += [] if codes is None else [self.remember(block, codes)]
 
         def heads(y: Tensor) -> Tensor:
-            return y.unflatten(2, (self.heads, -1)).transpose(1, 2)  # (N, H, .., dh)
+            return y.unflatten(2, (self.heads, -1)).transpose(1, 2)  # (B w, H, .., dh)
 
         width = x.shape[2]
-        q, k, v = heads(own[..., :width]), heads(both[..., width : 2 * width]), heads(both[..., 2 * width :])
+        keys_values = torch.cat([*read, own[..., width:]], dim=1)
+        q, k, v = heads(own[..., :width]), heads(keys_values[..., :width]), heads(keys_values[..., width:])
         seen = F.scaled_dot_product_attention(q.contiguous(), k, v, attn_mask=visible.unsqueeze(1))
         seen = seen.transpose(1, 2).flatten(2).to(x.dtype)
         x = x + block.dropout(self._linear(block.out, "out", seen))
@@ -153,27 +163,26 @@ class RankingBranch(nn.Module):
         """Final ranking tokens [B, w, R, D]."""
         batch, width, count, _ = x.shape
         x = x.flatten(0, 1)
+        made = made if self.config.trajectory else None
         visible = self.visible(ctx, made, width, count)
         for n, (layer, block) in enumerate(zip(self.layers, generator.trunk.blocks, strict=True)):
-            x = layer(block, x, self._read(ctx, made, n, width), visible)
+            x = layer(block, x, self._prefix(ctx, n), None if made is None else made.inputs[n].flatten(0, 1), visible)
         x = scaled(generator.trunk.norm, x, self.config.stop) if self.norm is None else self.norm(x)
         return x.unflatten(0, (batch, width))
 
-    def _read(self, ctx: Context, made: Trajectory | None, layer: int, width: int) -> Tensor:
-        """Normed inputs [B w, S, D] of what the ranking tokens may read of prefix and codes."""
+    def _prefix(self, ctx: Context, layer: int) -> Tensor:
+        """Normed inputs [B, P, D], or [B, 1, D] of the newest token, of the prefix that ranking tokens read."""
         prefix = ctx.inputs[layer]
         if self.config.reads == "state":
-            prefix = prefix[torch.arange(len(prefix), device=prefix.device), ctx.newest].unsqueeze(1)
-        prefix = prefix.unsqueeze(1).expand(-1, width, -1, -1)
-        return (prefix if made is None else torch.cat([prefix, made.inputs[layer]], dim=2)).flatten(0, 1)
+            return prefix[torch.arange(len(prefix), device=prefix.device), ctx.newest].unsqueeze(1)
+        return prefix
 
     def visible(self, ctx: Context, made: Trajectory | None, width: int, count: int) -> Tensor:
-        """M_rank bool [B w, R, S + R]: S are the prefix columns that are read at all, and the code states."""
+        """M_rank bool [B w, R, S + R]: S are the prefix columns that are read at all, and the code states, if any."""
         batch = len(ctx.mask)
         read = ctx.mask if self.config.reads != "state" else ctx.mask.new_ones(batch, 1)
         if made is not None:
-            path = ctx.mask.new_full((batch, made.length), self.config.trajectory)
-            read = torch.cat([read, path], dim=1)
+            read = torch.cat([read, ctx.mask.new_ones(batch, made.length)], dim=1)
         read = read.repeat_interleave(width, dim=0)  # (B w, S)
         own = torch.ones(count, count, dtype=torch.bool, device=read.device)
         if self.config.reads == "causal":
@@ -196,8 +205,17 @@ class Served(NamedTuple):
     tasks: Tensor | None
 
 
+class Retrieved(NamedTuple):
+    """Items int64[B, w] in order (0 = none) and logp float32[B, w], and what was made on the way to them."""
+
+    item: Tensor
+    logp: Tensor
+    ctx: Context | None = None
+    beams: Beams | None = None
+
+
 class UniR2(nn.Module):
-    """`read` once, `losses` in training, `candidates` and `serve` behind it."""
+    """`read` once, `outputs` in training, `retrieve` and `rank_found` in serving."""
 
     def __init__(self, config: UniR2Config, table: SIDTable, facts: ItemFacts):
         super().__init__()
@@ -224,24 +242,26 @@ class UniR2(nn.Module):
         """The user prefix, once per request."""
         return self.generator.read(*self.prefix(request))
 
-    def paths(self, request: Requests, ctx: Context, item: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def paths(
+        self, request: Requests, ctx: Context, item: Tensor, own: Tensor | None = None
+    ) -> tuple[Tensor | None, Tensor | None]:
         """log p of every code float32 [B, w, L] and task logits [B, w, tasks] of items int64 [B, w], teacher-forced.
 
-        Either is None where there is no such branch.
+        Either is None where there is no such branch.  own: ratings of train rows, as `RankingTokens` has them.
         """
         if not self.config.generation:
-            return None, self.ranking(self.generator, ctx, None, self.ranking.tokens(request, item))
+            return None, self.ranking(self.generator, ctx, None, self.ranking.tokens(request, item, own))
         codes = self.codes[item]
         states, made = self.generator.whole(codes, ctx)
         logp = self.generator.logprob(states, codes)
         if not self.config.ranking:
             return logp, None
-        return logp, self.ranking(self.generator, ctx, made, self.ranking.tokens(request, item))
+        return logp, self.ranking(self.generator, ctx, made, self.ranking.tokens(request, item, own))
 
     def outputs(self, batch) -> tuple[Tensor | None, Tensor | None]:
         """L_gen and the task logits [B, 2, tasks] of a `RowBatch`; None where there is no such branch."""
         ctx = self.read(batch.request)
-        logp, tasks = self.paths(batch.request, ctx, batch.item)
+        logp, tasks = self.paths(batch.request, ctx, batch.item, batch.own)
         if logp is None:
             return None, tasks
         logp, rating = logp[:, :1], batch.rating.unsqueeze(1)
@@ -268,33 +288,48 @@ class UniR2(nn.Module):
 
     @torch.no_grad()
     def catalogue(self, request: Requests, chunk: int = 256) -> tuple[Tensor, Tensor | None]:
-        """log p(s_v | u) [B, I + 1] (column 0 -inf) and task logits [B, I + 1, tasks] of every item."""
-        ctx = self.read(request)
+        """log p(s_v | u) [B, I + 1] (column 0 -inf) and task logits [B, I + 1, tasks] of every item.
+
+        log p is 0 without generation: all items are alike to it.
+        """
+        return self._catalogue(request, self.read(request), chunk)
+
+    def _catalogue(self, request: Requests, ctx: Context, chunk: int = 256) -> tuple[Tensor, Tensor | None]:
         items = torch.arange(len(self.codes), device=self.codes.device).expand(len(request.item), -1)
         parts = [self.paths(request, ctx, part) for part in items.split(chunk, dim=1)]
-        logp = torch.cat([logp.sum(2) for logp, _ in parts], dim=1)
+        if self.config.generation:
+            logp = torch.cat([logp.sum(2) for logp, _ in parts], dim=1)
+        else:
+            logp = torch.zeros(items.shape, device=items.device)
         logp[:, 0] = -torch.inf
         return logp, torch.cat([tasks for _, tasks in parts], dim=1) if self.config.ranking else None
 
     @torch.no_grad()
-    def serve(self, request: Requests, seen: Tensor, *, width: int) -> Served:
-        """A beam of `width` unseen items, and their task logits from the very states the beam made."""
+    def retrieve(self, request: Requests, seen: Tensor, *, width: int) -> Retrieved:
+        """A beam of `width` unseen items; a ranker alone finds those of the largest product of chances."""
         ctx = self.read(request)
+        if not self.config.generation:
+            logp, tasks = self._catalogue(request, ctx)
+            chance = F.logsigmoid(tasks.float()).sum(2) + logp
+            best, item = chance.scatter(1, seen, -torch.inf).topk(min(width, chance.shape[1]), dim=1)
+            return Retrieved(item.masked_fill(best == -torch.inf, 0), logp.gather(1, item), ctx)
         beams = constrained_beam(SIDStep(self.generator), ctx, self.trie, width, alive=self.trie.alive(seen))
         leaf = beams.leaf[..., 0]
-        item = self.trie.group[leaf.clamp(min=0), 0].masked_fill(leaf < 0, 0)
+        return Retrieved(self.trie.group[leaf.clamp(min=0), 0].masked_fill(leaf < 0, 0), beams.logp, ctx, beams)
+
+    @torch.no_grad()
+    def rank_found(self, request: Requests, found: Retrieved) -> Tensor | None:
+        """Task logits [B, w, tasks] from the very states the beam made; None without ranking."""
         if not self.config.ranking:
-            return Served(item, beams.logp, None)
-        own = beams.state[1].reorder(beams.parent)
-        last = (beams.codes[..., -1:] + self.generator.offset[-1]).clamp(min=0)
-        _, made = self.generator.spell(last, ctx, own)
-        tasks = self.ranking(self.generator, ctx, made, self.ranking.tokens(request, item))
-        return Served(item, beams.logp, tasks)
+            return None
+        made = None
+        if self.config.trajectory:
+            own = found.beams.state[1].reorder(found.beams.parent)
+            last = (found.beams.codes[..., -1:] + self.generator.offset[-1]).clamp(min=0)
+            _, made = self.generator.spell(last, found.ctx, own)
+        return self.ranking(self.generator, found.ctx, made, self.ranking.tokens(request, found.item))
 
-
-def unified_score(logp: Tensor, tasks: Tensor | None, levels: int, alpha: float, weights: tuple[float, ...]) -> Tensor:
-    """alpha log p(s_v | u) / L + sum_t w_t log p_t(u, v), float32 [B, w]; logp -inf stays last."""
-    score = alpha * logp.float() / levels
-    if tasks is not None:
-        score = score + (F.logsigmoid(tasks.float()) * torch.tensor(weights, device=tasks.device)).sum(2)
-    return score.masked_fill(logp == -torch.inf, -torch.inf)
+    def serve(self, request: Requests, seen: Tensor, *, width: int) -> Served:
+        """`retrieve`, then `rank_found`."""
+        found = self.retrieve(request, seen, width=width)
+        return Served(found.item, found.logp, self.rank_found(request, found))

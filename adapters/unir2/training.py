@@ -36,12 +36,17 @@ class RowBatch:
     """B logged events with strictly earlier history. item: int64[B, 2] the event's item and a uniform unseen one.
 
     rating: int64[B].  inside: int64[B, K] columns of the prefix's own events that are generated too.
+    own: int64[B, 2] the rating that is among the train rows and that the item's statistics must not hold, 0 for none.
     """
 
     request: Requests
     item: Tensor
     rating: Tensor
     inside: Tensor
+
+    @property
+    def own(self) -> Tensor:
+        return torch.stack([self.rating, torch.zeros_like(self.rating)], dim=1)
 
     def to(self, device: torch.device | str) -> RowBatch:
         return RowBatch(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
@@ -116,11 +121,20 @@ def ranking_loss(tasks: Tensor, rating: Tensor, task_weights: Sequence[float] = 
         return (by_task * by_task.new_tensor(list(task_weights))).sum()
 
 
-def joint_loss(model: nn.Module, batch: RowBatch, mu: float = 1.0, task_weights: Sequence[float] = (1, 1, 1)) -> Tensor:
+@dataclass(frozen=True)
+class LossWeights:
+    """mu of the ranking loss beside that of generation, and the weights of its tasks."""
+
+    mu: float = 1.0
+    task_weights: Sequence[float] = (1, 1, 1)
+
+
+def joint_loss(model: nn.Module, batch: RowBatch, weights: LossWeights | None = None) -> Tensor:
     """L_gen + mu L_rank of whatever branches the model has."""
+    weights = weights or LossWeights()
     generated, tasks = model.outputs(batch)
     total = 0.0 if generated is None else generated
-    return total if tasks is None else total + mu * ranking_loss(tasks, batch.rating, task_weights)
+    return total if tasks is None else total + weights.mu * ranking_loss(tasks, batch.rating, weights.task_weights)
 
 
 def conflict(model: nn.Module, batch: RowBatch, shared: Sequence[nn.Parameter]) -> dict[str, float]:
@@ -134,10 +148,9 @@ def conflict(model: nn.Module, batch: RowBatch, shared: Sequence[nn.Parameter]) 
     other = torch.autograd.grad(ranked, shared, allow_unused=True)
     reached = [g is not None and bool(g.abs().sum() > 0) for g in other]
 
-    def flat(parts) -> Tensor:
-        return torch.cat(
-            [(torch.zeros_like(p) if g is None else g).flatten().double() for g, p in zip(parts, shared, strict=True)]
-        )
+    def flat(parts) -> Tensor:  # float64 on the CPU, as MPS has none
+        filled = [torch.zeros_like(p) if g is None else g for g, p in zip(parts, shared, strict=True)]
+        return torch.cat([g.flatten().float().cpu().double() for g in filled])
 
     a, b = flat(one), flat(other)
     cosine = float(a @ b / (a.norm() * b.norm()).clamp(min=1e-30))

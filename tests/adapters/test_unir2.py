@@ -1,29 +1,60 @@
 """Mechanism tests of card unir2, with the numbers of its specification."""
 
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import synthetic
 import torch
 
-from adapters.unir2.evaluation import EncoderCalls, Server, impression_uauc, ordered, ranked_rows, unified_score
+from adapters.unir2 import experiment
+from adapters.unir2.evaluation import (
+    GENERATION_ORDER,
+    EncoderCalls,
+    Server,
+    impression_uauc,
+    ordered,
+    ranked_rows,
+    ranking_flops,
+    serving_cost,
+    unified_score,
+)
 from adapters.unir2.events import UnifiedSplit, requests_at, seen_items
 from adapters.unir2.experiment import build_table, random_table
-from adapters.unir2.features import cross_scalars, item_facts
+from adapters.unir2.features import RANKING_TOKENS, cross_scalars, item_facts
 from adapters.unir2.model import Served, UniR2, UniR2Config, generation_loss
-from adapters.unir2.training import BatchRule, RowBatches, conflict, joint_loss, ranking_loss, task_labels
+from adapters.unir2.training import (
+    BatchRule,
+    LossWeights,
+    RowBatches,
+    conflict,
+    joint_loss,
+    ranking_loss,
+    row_batch,
+    task_labels,
+)
 from adapters.unir2.two_stage import DinConfig, SasrecDin, TwoStage, matched_din
 from auto_research.blocks.beam_search import constrained_beam
+from auto_research.blocks.semantic_ids import SIDTable, resolve_collisions
 from auto_research.blocks.sid_models import SIDStep
 from auto_research.data.interactions import load_interactions
 from auto_research.evaluate.next_list import validation_lists
-from auto_research.metrics.cost import count_params
+from auto_research.experiment.card import TIERS, load_card
+from auto_research.experiment.context import Budget, Context
+from auto_research.metrics.cost import count_params, flops_of
+from auto_research.metrics.ctr import user_auc
+from auto_research.runtime.errors import ConfigError
+from auto_research.train.fitting import FitBudget, fit_model
 from auto_research.train.optimizer import adamw
+from auto_research.train.state import StateFolder
 
 CPU = torch.device("cpu")
 CONFIG = UniR2Config(width=16, heads=2, layers=2, hidden=24, dropout=0.0, history=7, rank=4)
 RULE = BatchRule(history=7, batch=12, hashed=20)
+CARD = load_card(Path(experiment.__file__).parent)
+ALONE = {"generation": False, "stop": False, "lora": False, "reads": "prefix", "trajectory": False}
 
 
 @pytest.fixture(scope="module")
@@ -125,13 +156,52 @@ def test_item_facts_are_of_train_rows(data, facts):
     other[~data.train_row] = 6 - other[~data.train_row]
     again = item_facts(data.edited(rating=other), RULE.hashed)
     assert torch.equal(again.mean, facts.mean)
+    assert torch.equal(again.decile, facts.decile)
     count = data.popularity()
     best, least = int(count[1:].argmax()) + 1, int(np.where(count[1:] > 0, count[1:], 999).argmin()) + 1
-    assert facts.decile[best] >= 9
-    assert facts.decile[least] == 1
-    assert (facts.decile[1:][torch.from_numpy(count[1:] == 0)] == 0).all()
+    assert facts.decile[best, 0] >= 9
+    assert facts.decile[least, 0] == 1
+    assert (facts.decile[torch.from_numpy(count == 0)] == 0).all()
     rows = data.known_rows[data.interactions.item[data.known_rows] == best]
-    assert int(facts.mean[best]) == round(2 * float(data.interactions.rating[rows].mean())) - 1
+    assert int(facts.mean[best, 0]) == round(2 * float(data.interactions.rating[rows].mean())) - 1
+
+
+def test_item_facts_of_a_trained_row_leave_it_out(data, facts):
+    table, count = data.interactions, data.popularity()
+    counts = np.sort(count[count > 0])
+    for row in data.known_rows[::5]:
+        item, own = table.item[row], int(table.rating[row])
+        others = [r for r in data.known_rows if table.item[r] == item and r != row]
+        if not others:
+            assert (facts.decile[item, own], facts.mean[item, own]) == (0, 0)
+            continue
+        assert facts.mean[item, own] == np.rint(2 * table.rating[others].mean()) - 1
+        assert facts.decile[item, own] == min(10, 1 + 10 * (counts < len(others)).sum() // len(counts))
+
+
+def test_a_trained_row_does_not_see_its_label(data, table, facts):
+    """Another rating of the row moves the statistics of its item, and no logit of the row."""
+    count = data.popularity()
+    row = next(r for r in data.rows("train") if count[data.interactions.item[r]] < 6)
+    rating = data.interactions.rating.copy()
+    rating[row] = 6 - rating[row] if rating[row] != 3 else 5
+    edited = data.edited(rating=rating)
+    others = item_facts(edited, RULE.hashed)
+    item = data.interactions.item[row]
+    assert facts.mean[item, 0] != others.mean[item, 0]
+    for ranker in ("unir2", "din"):
+        found, shown = [], []
+        for split, known in ((data, facts), (edited, others)):
+            if ranker == "unir2":
+                model = build(table, known)
+            else:
+                torch.manual_seed(0)
+                model = SasrecDin(known, DinConfig(16, 2, 1, 16, 16, history=CONFIG.history)).eval()
+            batch = row_batch(split, RULE, np.array([row]), np.random.default_rng(0))
+            found.append(model.outputs(batch)[1])
+            shown.append(torch.equal(model.rank(batch.request, batch.item)[:, 0], found[-1][:, 0]))
+        assert torch.equal(*found)
+        assert not all(shown)
 
 
 def test_cross_features_by_hand(data):
@@ -155,9 +225,12 @@ def test_cross_features_by_hand(data):
 def test_every_item_has_an_id_of_its_own_and_the_control_keeps_sizes(data, table):
     assert table.levels == 4
     assert len(table.leaves) == data.n_items
-    control = random_table(data.n_items, [6, 6, 6], seed=0)
+    control = random_table(table, seed=0)
+    assert control.sizes == table.sizes
     assert len(control.leaves) == data.n_items
-    assert control.content_hash != random_table(data.n_items, [6, 6, 6], seed=1).content_hash
+    assert not np.array_equal(control.codes, table.codes)
+    assert sorted(map(tuple, control.codes[1:])) == sorted(map(tuple, table.codes[1:]))
+    assert control.content_hash != random_table(table, seed=1).content_hash
 
 
 # Masks
@@ -181,6 +254,21 @@ def test_generation_masks_of_the_specification(data, table, facts):
     assert rows == [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
 
 
+def test_ranking_mask_of_the_specification(data, facts):
+    """P = 3, L' = 2: of the prefix only key 3, BOS and both codes, and all R tokens, in every layer."""
+    short = resolve_collisions(np.arange(data.n_items)[:, None] % 20, [20], "suffix")
+    model = build(short, facts, stop=False)
+    ctx = model.generator.read(torch.randn(1, 3, CONFIG.width), torch.ones(1, 3, dtype=torch.bool))
+    _, made = model.generator.whole(torch.tensor([[[1, 0]]]), ctx)
+    ctx, made = (x._replace(inputs=tuple(y.detach().requires_grad_() for y in x.inputs)) for x in (ctx, made))
+    x = torch.randn(1, 1, RANKING_TOKENS, CONFIG.width, requires_grad=True)
+    out = model.ranking.states(model.generator, ctx, made, x)
+    for query in range(RANKING_TOKENS):
+        found = torch.autograd.grad(out[0, 0, query].sum(), (*ctx.inputs, *made.inputs, x), retain_graph=True)
+        reached = [(g.flatten(0, -2).abs().sum(1) > 0).int().tolist() for g in found]
+        assert reached == [[0, 0, 1]] * CONFIG.layers + [[1, 1, 1]] * CONFIG.layers + [[1] * RANKING_TOKENS]
+
+
 def test_ranking_masks(data, table, facts):
     """Keys: the last prefix token, the code states, the R ranking tokens."""
     model, (ask, _) = build(table, facts), request(data)
@@ -189,16 +277,14 @@ def test_ranking_masks(data, table, facts):
     mask = model.ranking.visible(ctx, made, 4, 4)
     assert mask.shape == (12, 4, 1 + 5 + 4)
     assert mask.all()
-    prefix = model.ranking._read(ctx, made, 0, 4)
-    assert torch.equal(prefix.view(3, 4, 6, -1)[:, 2, 0], ctx.inputs[0][:, -1])
+    assert torch.equal(model.ranking._prefix(ctx, 0)[:, 0], ctx.inputs[0][:, -1])
     for reads, rows in (("prefix", [[1] * 4] * 4), ("causal", np.tril(np.ones((4, 4))).tolist())):
         other = build(table, facts, reads=reads)
         mask = other.ranking.visible(ctx, made, 4, 4)
         assert mask.shape[2] == 4 + CONFIG.history + 5 + 4
         assert mask[0, :, -4:].int().tolist() == rows
         assert torch.equal(mask[0, 0, : 4 + CONFIG.history], ctx.mask[0])
-    blind = build(table, facts, trajectory=False).ranking.visible(ctx, made, 4, 4)
-    assert blind[0, 0].int().tolist() == [1] + [0] * 5 + [1] * 4
+    assert build(table, facts).ranking.visible(ctx, None, 4, 4).shape[2] == 1 + 4
 
 
 def test_prefix_is_causal(data, table, facts):
@@ -208,9 +294,13 @@ def test_prefix_is_causal(data, table, facts):
     item = ask.item.clone()
     item[:, 3] = item[:, 3] % data.n_items + 1
     after = model.read(ask._replace(item=item))
-    for one, other in zip(before.shared.keys, after.shared.keys, strict=True):
-        assert torch.equal(one[:, :, :t], other[:, :, :t])
-        assert not torch.allclose(one[:, :, t:], other[:, :, t:], atol=1e-4)
+    for part in ("keys", "values"):
+        for one, other in zip(getattr(before.shared, part), getattr(after.shared, part), strict=True):
+            assert torch.equal(one[:, :, :t], other[:, :, :t])
+            assert not torch.allclose(one[:, :, t:], other[:, :, t:], atol=1e-4)
+    for one, other in zip(before.inputs, after.inputs, strict=True):
+        assert torch.equal(one[:, :t], other[:, :t])
+        assert not torch.allclose(one[:, t:], other[:, t:], atol=1e-4)
 
 
 def test_logits_of_a_code_depend_on_earlier_codes_only(data, table, facts):
@@ -239,9 +329,8 @@ def test_the_ranking_loss_moves_ranking_parameters_only(data, table, facts, loud
     ranking_loss(tasks, batch.rating).backward()
     found = nonzero(model)
     assert all(name.startswith("ranking.") for name in found)
-    parts = ("tokens.item", "tokens.genre", "tokens.cross", "towers.0", "towers.2")
-    for part in (*parts, "layers.0.query.b", "layers.1.out.b", "layers.0.up.b"):
-        assert any(name.startswith(f"ranking.{part}") for name in found), part
+    quiet = set() if loud else {n for n, _ in model.named_parameters() if "layers" in n and n.endswith(".a")}
+    assert {n for n, _ in model.named_parameters() if n.startswith("ranking.")} - found == quiet  # B = 0 at the start
     model.zero_grad()
     generated, _ = model.outputs(batch)
     generated.backward()
@@ -251,7 +340,7 @@ def test_the_ranking_loss_moves_ranking_parameters_only(data, table, facts, loud
     trained = {
         n for n, p in model.named_parameters() if n.startswith(("generator.trunk", "generator.heads", "prefix."))
     }
-    assert trained - found <= {"prefix.gap.weight", "prefix.rating.weight"}
+    assert not trained - found
 
 
 def test_without_stop_gradient_both_losses_move_the_trunk(data, table, facts):
@@ -304,18 +393,30 @@ def test_ranking_tokens_do_not_disturb_generation(data, table, facts):
         torch.testing.assert_close(alone.paths(ask, alone.read(ask), item)[0], both, atol=1e-6, rtol=0)
 
 
-def test_generator_trains_as_without_ranking(data, table, facts):
-    """The stop-gradient is complete: the generator's weights are those of unir2_gen_only, bit for bit."""
+@pytest.mark.parametrize("tier", [*TIERS, "clipped"])
+def test_generator_trains_as_without_ranking(data, table, facts, tmp_path, tier):
+    """The stop-gradient is complete: the generator's weights are those of unir2_gen_only, bit for bit.
+
+    A norm over all gradients would undo it.
+    """
     found = []
+    plan = {"epochs": 1, "steps": 3, "warmup": 0}
+    budget = FitBudget(clip=0.1, **plan) if tier == "clipped" else FitBudget.of(CARD.budget(tier), **plan)
     for ranking in (True, False):
-        model = build(table, facts, loud=False, ranking=ranking).train()
-        optimizer = adamw(model, 5e-3)
-        for step in range(3):
-            optimizer.zero_grad()
-            joint_loss(model, RowBatches(data, RULE, 1, 4, CPU).at(step)).backward()
-            optimizer.step()
+        model = build(table, facts, loud=False, ranking=ranking)
+        fit_model(
+            SimpleNamespace(observe=lambda *_, **__: None, progress=None),
+            model,
+            {"learning_rate": 5e-3},
+            StateFolder(tmp_path / str(ranking)),
+            budget=budget,
+            batches=RowBatches(data, RULE, 1, 3, CPU).epoch,
+            loss=joint_loss,
+            validate=lambda _: {"value": 0.0},
+            key="value",
+        )
         found.append({n: p for n, p in model.state_dict().items() if not n.startswith("ranking.")})
-    assert all(torch.equal(found[0][name], value) for name, value in found[1].items())
+    assert all(torch.equal(found[0][name], value) for name, value in found[1].items()) == (tier != "clipped")
 
 
 # Ranking branch
@@ -409,10 +510,12 @@ def test_the_joint_loss_has_the_branches_of_the_arm(data, table, facts):
     batch = first_batch(data)
     model = build(table, facts)
     generated, tasks = model.outputs(batch)
-    torch.testing.assert_close(joint_loss(model, batch, 0.5), generated + 0.5 * ranking_loss(tasks, batch.rating))
+    weights = LossWeights(0.5, (1, 0, 2))
+    expected = generated + 0.5 * ranking_loss(tasks, batch.rating, (1, 0, 2))
+    torch.testing.assert_close(joint_loss(model, batch, weights), expected)
     quiet = [build(table, facts, loud=False, ranking=ranking) for ranking in (True, False)]
     torch.testing.assert_close(joint_loss(quiet[1], batch), quiet[0].outputs(batch)[0])
-    alone = build(table, facts, generation=False, stop=False, lora=False, reads="prefix", trajectory=False)
+    alone = build(table, facts, **ALONE)
     assert alone.outputs(batch)[0] is None
     alone.zero_grad()
     joint_loss(alone, batch).backward()
@@ -430,9 +533,19 @@ def test_serving_equals_teacher_forcing(data, table, facts):
     logp, tasks = model.paths(ask, ctx, served.item)
     torch.testing.assert_close(served.logp, logp.sum(2), atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(served.tasks, tasks, atol=1e-4, rtol=1e-4)
-    for column in (0, 9):
-        alone = model.paths(ask, ctx, served.item[:, column : column + 1])[1]
-        torch.testing.assert_close(alone[:, 0], tasks[:, column], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("switches", [{}, {"reads": "prefix"}, {"trajectory": False}, ALONE])
+def test_a_candidate_alone_and_among_40(switches):
+    data = UnifiedSplit.build(synthetic.interactions(users=6, items=110, ratings=40))
+    text = np.random.default_rng(0).normal(size=(data.n_items + 1, 20)).astype(np.float32)
+    model = build(build_table(data, text, [4, 3, 3], seed=0, text_width=8), item_facts(data, RULE.hashed), **switches)
+    ask, seen = request(data, 2)
+    served = model.serve(ask, seen, width=40)
+    assert (served.item > 0).all()
+    for column in (0, 17, 39):
+        alone = model.rank(ask, served.item[:, column : column + 1])
+        torch.testing.assert_close(alone[:, 0], served.tasks[:, column], atol=1e-4, rtol=1e-4)
 
 
 def test_a_wide_beam_is_exhaustive(data, table, facts):
@@ -453,10 +566,7 @@ def test_a_wide_beam_is_exhaustive(data, table, facts):
 
 def test_the_prefix_is_encoded_once_and_by_cascades_twice(data, table, facts):
     ask, seen = request(data)
-    ranker = UniR2(
-        replace(CONFIG, generation=False, stop=False, lora=False, reads="prefix", trajectory=False), table, facts
-    )
-    two = TwoStage(build(table, facts, ranking=False), ranker)
+    two = TwoStage(build(table, facts, ranking=False), build(table, facts, **ALONE))
     din = SasrecDin(facts, DinConfig(width=16, heads=2, layers=1, hidden=16, history=CONFIG.history))
     for model, calls in ((build(table, facts), 1), (two, 2), (din, 2)):
         with EncoderCalls(model.eval()) as counted:
@@ -464,10 +574,59 @@ def test_the_prefix_is_encoded_once_and_by_cascades_twice(data, table, facts):
         assert counted.calls == calls
 
 
-def test_the_din_cascade_has_as_many_parameters(table, facts):
-    goal = count_params(UniR2(CONFIG, table, facts))
-    made = matched_din(goal, facts, DinConfig(width=16, heads=2, layers=1, history=CONFIG.history))
-    assert abs(count_params(SasrecDin(facts, made)) - goal) / goal < 0.05
+def test_ranking_pays_for_the_last_code_and_never_for_a_prefix_again(data, table, facts):
+    ask, seen = request(data, 1)
+    model = build(table, facts)
+    found = {name: build(table, facts, **s) for name, s in {"blind": {"trajectory": False}, "alone": ALONE}.items()}
+    ctx = model.read(ask)
+    _, own = model.generator.spell(model.generator.target_tokens(model.codes[items(data, 1, 10)]), ctx)
+    spelled = flops_of(lambda: model.generator.spell(torch.zeros(1, 10, 1, dtype=torch.int64), ctx, own)) / 10
+    read = 2 * (5 * 2 * 16 * 16) * CONFIG.layers  # keys and values of BOS and four codes
+    updates = 5 * 2 * 2 * (2 * 16 * CONFIG.rank) * CONFIG.layers
+    attention = 4 * RANKING_TOKENS * 5 * 16 * CONFIG.layers
+    blind = ranking_flops(found["blind"], ask, seen, 10)
+    assert ranking_flops(model, ask, seen, 10) - blind == pytest.approx(spelled + read + updates + attention)
+    short = requests_at(data, data.cut("test")[:1], 3, RULE.hashed, strict=False)
+    longer = ranking_flops(found["alone"], ask, seen, 10) - ranking_flops(found["alone"], short, seen, 10)
+    genres = 2 * 4 * synthetic.GENRES  # cross features
+    assert longer == 4 * RANKING_TOKENS * 4 * 16 * CONFIG.layers + genres
+
+
+def test_serving_cost_of_every_kind(data, table, facts):
+    models = {
+        "unir2": build(table, facts),
+        "gen_only": build(table, facts, ranking=False),
+        "two": TwoStage(build(table, facts, ranking=False), build(table, facts, **ALONE)),
+        "alone": build(table, facts, **ALONE),
+    }
+    for name, model in models.items():
+        cost = serving_cost(Server(model, data, CPU, RULE, width=10, levels=4))
+        assert cost["user_encodings_per_request"] == (2 if name == "two" else 1)
+        assert cost["recall_ms"] > 0
+        assert ("rank_ms" in cost) == ("flops_rank_per_candidate" in cost) == (name != "gen_only")
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_the_din_cascade_has_as_many_parameters(facts, tier):
+    """With the 1,682 items of MovieLens-100K and the sizes of the card; a suffix level has a few codes."""
+    budget = CARD.budget(tier)
+    many = 1682
+    wide = facts._replace(
+        genres=torch.zeros(many + 1, 19), decade=torch.zeros(many + 1, dtype=torch.int64), decades=10,
+        decile=torch.zeros(many + 1, 6, dtype=torch.int64), mean=torch.zeros(many + 1, 6, dtype=torch.int64),
+        profile=(3, 8, 22, budget["hashed"]),
+    )  # fmt: skip
+    sizes = budget["codes"]
+    codes = np.random.default_rng(0).integers(0, sizes[0], (many, 3))
+    table = resolve_collisions(codes, sizes, "suffix", suffix_size=60)
+    names = ("width", "heads", "layers", "hidden", "history", "rank")
+    goal = count_params(UniR2(UniR2Config(**{name: budget[name] for name in names}), table, wide))
+    sizes = DinConfig(budget["width"], 2, 2, inner=budget["hidden"], history=budget["history"])
+    made = matched_din(goal, wide, sizes)
+    assert abs(count_params(SasrecDin(wide, made)) - goal) <= 0.05 * goal
+    assert made.hidden > 8
+    with pytest.raises(ConfigError, match="smallest cascade"):
+        matched_din(goal // 3, wide, sizes)
 
 
 def test_cascades_serve_what_their_stages_say(data, table, facts):
@@ -495,10 +654,15 @@ def test_unified_score_by_hand():
 
 def test_score_weights_are_chosen_on_validation_and_never_worse_than_generation_order(data, table, facts):
     server = Server(build(table, facts), data, CPU, RULE, width=15, levels=table.levels)
-    weights, found = server.choose_weights()
-    assert found["chosen"] >= found["generation_order"]
-    lists = server.lister(weights["alpha"], (weights["click"], weights["longview"], weights["gift"]))
-    assert validation_lists(lists, data)["ndcg@10"] == pytest.approx(found["chosen"], abs=1e-6)
+    weights, ranking, found = server.choose_weights()
+    assert found["chosen"] >= max(found["generation_order"], found["ranking_order"])
+    assert ranking.alpha == 0
+    kept = Server(server.model, data, CPU, RULE, width=15, levels=table.levels, keep=True)
+    for order, name in ((weights, "chosen"), (ranking, "ranking_order"), (GENERATION_ORDER, "generation_order")):
+        for one in (server, kept):
+            assert validation_lists(one.lister(order), data)["ndcg@10"] == pytest.approx(found[name], abs=1e-6)
+    alone = Server(build(table, facts, ranking=False), data, CPU, RULE, width=15, levels=table.levels)
+    assert alone.choose_weights()[:2] == (GENERATION_ORDER, None)
 
 
 def test_impression_weighted_uauc_by_hand():
@@ -506,6 +670,7 @@ def test_impression_weighted_uauc_by_hand():
     score = np.array([0.9, 0.1, 0.2, 0.3, 0.1, 0.5])
     assert impression_uauc(user, label, score) == pytest.approx((2 * 1 + 3 * 0.5) / 5)
     assert impression_uauc(user, label, score) == pytest.approx(0.7)
+    assert user_auc(user, label, score).auc.tolist() == [1.0, 0.5]
 
 
 def test_ranked_rows_are_the_rows_of_the_split(data, table, facts):
@@ -514,6 +679,78 @@ def test_ranked_rows_are_the_rows_of_the_split(data, table, facts):
     assert np.array_equal(user, data.interactions.user[rows])
     assert np.array_equal(rating, data.interactions.rating[rows])
     assert logits.shape == (len(rows), 3)
+
+
+@pytest.fixture
+def context(data, table, tmp_path, monkeypatch):
+    """Makes the context of an arm with a switch on the tiny tier, over the synthetic data."""
+    table.save(tmp_path)
+    monkeypatch.setattr(experiment, "load_data", lambda ctx: data)
+    monkeypatch.setattr(Context, "artifact", lambda self, name: tmp_path)
+
+    def made(observer=None, beam=12, **switch):
+        return Context(
+            "unir2", "arm", "tiny", "synthetic", 1, Budget(CARD.budget("tiny") | {"beam": beam}), None, StateFolder(tmp_path / "state"),
+            switch=switch, quiet=True, observer=observer,
+        )  # fmt: skip
+
+    return made
+
+
+def test_a_ranker_alone_runs_and_is_chosen_by_ranking(data, context):
+    found = experiment.train(context(**ALONE), CPU)
+    assert set(found.validation) == {
+        f"{kind}_{task}" for kind in ("auc", "uauc") for task in ("click", "longview", "gift")
+    }
+    assert {"ndcg@10", "auc_gift", "ranking_order_ndcg@10"} <= set(found.metrics)
+    assert not any(name.startswith("code_accuracy") for name in found.metrics)
+    assert "gradient_conflict" not in found.extra
+
+
+def test_a_ranker_alone_finds_what_it_likes_best(data, table, facts):
+    model, (ask, seen) = build(table, facts, **ALONE), request(data)
+    _, tasks = model.catalogue(ask)
+    liked = torch.nn.functional.logsigmoid(tasks).sum(2)
+    served = model.serve(ask, seen, width=9)
+    for row in range(3):
+        unseen = sorted(set(range(1, data.n_items + 1)) - set(seen[row].tolist()), key=lambda i: -liked[row, i])
+        assert served.item[row].tolist() == unseen[:9]
+
+
+def test_the_weights_of_the_tasks_reach_the_loss(context):
+    reached = {}
+
+    def look(event, values):
+        if event == "step":
+            towers = values["model"].ranking.towers
+            reached[values["step"]] = [bool(tower[0].weight.grad.any()) for tower in towers]
+
+    experiment.train(context(look, task_weights=[0, 0, 1]), CPU)
+    assert set(map(tuple, reached.values())) == {(False, False, True)}
+
+
+def test_random_ids_are_an_arm(table, context):
+    seen = {}
+    experiment.train(
+        context(lambda event, values: seen.update({event: values}), **CARD.arms["unir2_random_sid"]["switch"]), CPU
+    )
+    used: SIDTable = seen["trained"]["model"].sid
+    assert used.sizes == table.sizes
+    assert not np.array_equal(used.codes, table.codes)
+    with pytest.raises(ConfigError, match="semantic"):
+        experiment.Arm(context(semantic="hashed"), CPU)
+
+
+def test_floors_have_lists_as_long_as_a_beam(data, context):
+    beam = 20
+    found = experiment.popularity(context(beam=beam))
+    count, places = data.popularity(), []
+    for i, target in enumerate(data.target("test")):
+        known = set(data.history("test", i).tolist())
+        order = sorted(set(range(1, data.n_items + 1)) - known, key=lambda item: (-count[item], item))[:beam]
+        places.append(1 / (1 + order.index(target)) if target in order else 0)
+    assert sum(0 < place < 0.1 for place in places)
+    assert found.metrics["mrr"] == pytest.approx(np.mean(places))
 
 
 def test_unknown_switches_are_refused():
