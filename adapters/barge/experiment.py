@@ -4,13 +4,14 @@ What makes an arm differ is its `switch` in card.yaml; sizes are in the budget.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from adapters.barge.model import Barge, BargeConfig
-from adapters.barge.search import PRESELECT, DualSearch, fuse, scorer, watched
+from adapters.barge.search import PRESELECT, DualSearch, expansions, fuse, scorer, survival, watched
 from auto_research.baselines import ease as ease_baseline
 from auto_research.baselines import itemknn as itemknn_baseline
 from auto_research.baselines import popularity as popularity_baseline
@@ -25,6 +26,7 @@ from auto_research.blocks.sid_models import SIDStep
 from auto_research.data.interactions import load_interactions
 from auto_research.data.sequences import LeaveTwoOut
 from auto_research.data.texts import load_text_vectors
+from auto_research.evaluate.next_item import Measure, measure_next_item
 from auto_research.evaluate.next_list import Lists, genre_entropy, split_lists, validation_lists
 from auto_research.experiment.context import Context
 from auto_research.experiment.contract import Experiment, Measurement, Units
@@ -86,6 +88,11 @@ def codes_plain(ctx: Context) -> None:
 
 
 @experiment.artifact
+def codes_random(ctx: Context) -> None:
+    make_codes(ctx)
+
+
+@experiment.artifact
 def codes_single(ctx: Context) -> None:
     make_codes(ctx)
 
@@ -122,18 +129,20 @@ class Trainer:
         self.tables, self.facts = load_codes(ctx, self.switch.get("codes", "codes"))
         self.used = self.tables[: self.switch.get("channels", len(self.tables))]
         self.disliked = disliked_items(ctx, self.sequences) if self.config.disliked else None
-        self.beams = len(self.tables) // len(self.used)  # one channel alone has the beams of both
 
-    def search(self, model: Barge, width: int) -> DualSearch:
-        return DualSearch(model, self.sequences, self.used, width * self.beams, self.device)
+    def served(self, model: Barge) -> DualSearch:
+        """How the arm answers: one channel alone has the beams of both."""
+        width = self.budget.beam * len(self.tables) // len(self.used)
+        return DualSearch(model, self.sequences, self.used, width, self.device)
 
-    def validation(self, model: Barge, eta: float = 0.0) -> dict[str, float]:
-        """ndcg@10, hit@10 and mrr of fused lists on the validation targets."""
-        lister = self.search(model, self.budget.validation_beam).lister(eta)
-        return validation_lists(lister, self.sequences, users=self.budget.validation_users, chunk=CHUNK)
+    def validation(self, model: Barge) -> dict[str, float]:
+        """ndcg@10, hit@10 and mrr of the lists of all channels, fused, on the validation targets."""
+        search = DualSearch(model, self.sequences, self.tables, self.budget.validation_beam, self.device)
+        return validation_lists(search.lister(0.0), self.sequences, users=self.budget.validation_users, chunk=CHUNK)
 
     def train(self) -> tuple[Trained, list[dict[str, Any]]]:
-        """Joint training of encoder, decoders and path towers; the epoch is chosen without path re-ranking."""
+        """Joint training of encoder, decoders and path towers; the epoch is chosen without path re-ranking and by all
+        channels, also where one of them answers alone."""
         return fit_sid(
             self.ctx,
             lambda _, sequences: Barge(self.tables, self.config, self.disliked),
@@ -146,9 +155,10 @@ class Trainer:
         )
 
     def choose_eta(self, model: Barge) -> tuple[float, dict[float, float]]:
-        """The best eta by validation ndcg@10 (of equals the smallest), and the value of each."""
-        etas = self.ctx.budget.etas if self.config.hpr else [0.0]
-        found = {float(eta): self.validation(model, float(eta))["ndcg@10"] for eta in etas}
+        """The best eta by validation ndcg@10 as served to all users (of equals the smallest), and the value of each."""
+        etas = sorted(map(float, self.ctx.budget.etas)) if self.config.hpr else [0.0]
+        search = self.served(model)
+        found = {eta: validation_lists(search.lister(eta), self.sequences, chunk=CHUNK)["ndcg@10"] for eta in etas}
         return max(found, key=found.get), found
 
 
@@ -157,36 +167,27 @@ def train(ctx: Context, device: torch.device) -> Measurement:
     trainer = Trainer(ctx, device)
     trained, records = trainer.train()
     eta, by_eta = trainer.choose_eta(trained.model)
-    search = trainer.search(trained.model, trainer.budget.beam)
+    search = trainer.served(trained.model)
     measured = measure_sid(
         trained, records, trainer.sequences, trainer.tables[0], trainer.budget, device=device,
         also=further_metrics(ctx), lister=search.lister(eta),
     )  # fmt: skip
-    measured.validation = dict(trained.validation) | {"ndcg@10_reranked": by_eta[eta]}
+    measured.validation = dict(trained.validation) | {"ndcg@10_served": by_eta[eta]}
     measured.cost |= {
         "encoder_tokens_per_user": trainer.config.length * trained.model.per_item,
-        "beam_expansions": len(trainer.used) * expansions(search.width, trained.model.levels),
+        "beam_expansions": sum(expansions(search.width, trie) for trie in search.tries),
     }
-    measured.extra |= {
-        "eta": eta,
-        "validation_by_eta": {f"{value:g}": score for value, score in by_eta.items()},
-        "tokenizer": trainer.facts,
-    }
+    measured.extra |= {"eta": eta, "validation_by_eta": {f"{value:g}": score for value, score in by_eta.items()}}
+    add_tokenizer(measured, trainer.facts)
     add_lists(measured, trainer, search, eta)
     return measured
-
-
-def expansions(width: int, levels: int) -> int:
-    """Paths that a beam of `width` extends over all levels, the root included."""
-    return 1 + width * (levels - 1)
 
 
 def add_lists(measured: Measurement, trainer: Trainer, search: DualSearch, eta: float) -> None:
     """What the lists say beyond their ranks: survival of prefixes, overlap, and other ways to fuse them."""
     users = trainer.sequences.users
     lists = search.everyone("test", eta)
-    survived = np.mean(lists.survived, axis=0)  # (U, L')
-    values = {f"beam_prefix_survival@{n + 1}": survived[:, n] for n in range(survived.shape[1])}
+    values = lists.survival()
     other = {}
     if len(trainer.used) > 1:
         values["channel_overlap@50"] = lists.overlap()
@@ -200,10 +201,21 @@ def add_lists(measured: Measurement, trainer: Trainer, search: DualSearch, eta: 
     }
 
 
+def add_tokenizer(measured: Measurement, facts: dict[str, Any]) -> None:
+    """What is known of the codes; the errors of the autoencoder are metrics too."""
+    measured.metrics |= {name: facts[name] for name in ("reconstruction_mse", "orthogonality_error") if name in facts}
+    measured.extra["tokenizer"] = facts
+
+
 def further_metrics(ctx: Context) -> Callable[[Lists], dict[str, np.ndarray]]:
-    """recall@10 and genre entropy of test lists, by their contributions."""
+    """Genre entropy of test lists, by its contributions."""
     genres = load_interactions(ctx.data("canonical")).item_genres
-    return lambda lists: {"recall@10": lists.recall(10), "genre_entropy@10": genre_entropy(lists.items[:, :10], genres)}
+    return lambda lists: {"genre_entropy@10": genre_entropy(lists.items[:, :10], genres)}
+
+
+def measure_scores(ctx: Context) -> Measure:
+    """The metrics of the generators' lists for a baseline that scores all items."""
+    return partial(measure_next_item, at=(5,), also=further_metrics(ctx))
 
 
 def add_units(measured: Measurement, values: dict[str, np.ndarray], users: np.ndarray) -> None:
@@ -221,22 +233,25 @@ def list_ndcg(lists: np.ndarray, sequences: LeaveTwoOut) -> float:
 
 
 def train_tiger(ctx: Context, device: torch.device) -> Measurement:
-    """TIGER's generator on one id per item: same width, layers, items, steps; as many beams as both channels have."""
+    """TIGER's generator on one id per item: same width, layers, items, steps; as many beams as both channels have.
+
+    Its loss is a sum over the codes of a path where BARGE's is their mean, hence the bound of its gradients.
+    """
     sequences, base = load_sequences(ctx), SIDBudget.of(ctx.budget)
     budget = SIDBudget.of(ctx.budget, beam=2 * base.beam, validation_beam=2 * base.validation_beam)
     (table,), facts = load_codes(ctx, "codes_single")
     measured, trained = tiger_baseline.train_generator(
         ctx, table, device=device, sequences=sequences, also=further_metrics(ctx), beam=budget.beam,
         validation_beam=budget.validation_beam, layers=2 * ctx.budget.layers, source="flat", user_token=False,
-        user_tokens=0,
+        user_tokens=0, clip=table.levels * base.clip,
     )  # fmt: skip
     measured.cost |= {
         "encoder_tokens_per_user": budget.length * table.levels,
-        "beam_expansions": expansions(budget.beam, table.levels),
+        "beam_expansions": expansions(budget.beam, PrefixTrie.of(table)),
     }
-    measured.extra["tokenizer"] = facts
+    add_tokenizer(measured, facts)
     survived = tiger_survival(trained.model, sequences, table, budget, device)
-    add_units(measured, {f"beam_prefix_survival@{n + 1}": survived[:, n] for n in range(table.levels)}, sequences.users)
+    add_units(measured, survival(survived[None]), sequences.users)
     return measured
 
 
@@ -261,24 +276,24 @@ def tiger_survival(
 
 @experiment.arm
 def popularity(ctx: Context) -> Measurement:
-    return popularity_baseline.run(ctx, device=device_for(ctx.device))
+    return popularity_baseline.run(ctx, device=device_for(ctx.device), measure=measure_scores(ctx))
 
 
 @experiment.arm
 def itemknn(ctx: Context) -> Measurement:
-    return itemknn_baseline.run(ctx, device=device_for(ctx.device))
+    return itemknn_baseline.run(ctx, device=device_for(ctx.device), measure=measure_scores(ctx))
 
 
 @experiment.arm
 def ease(ctx: Context) -> Measurement:
-    return ease_baseline.run(ctx, device=device_for(ctx.device))
+    return ease_baseline.run(ctx, device=device_for(ctx.device), measure=measure_scores(ctx))
 
 
 @experiment.arm
 def sasrec(ctx: Context) -> Measurement:
     """The recipe of the baseline; the budget's `sasrec` changes it, other keys of the budget do not."""
     chosen = {**sasrec_baseline.SIZES, **sasrec_baseline.RECIPE, "steps": None, **ctx.budget.get("sasrec", {})}
-    return sasrec_baseline.run(ctx, device=device_for(ctx.device), **chosen)
+    return sasrec_baseline.run(ctx, device=device_for(ctx.device), measure=measure_scores(ctx), **chosen)
 
 
 @experiment.arm
@@ -308,6 +323,11 @@ def barge_channel_a(ctx: Context) -> Measurement:
 
 @experiment.arm
 def barge_no_rotation(ctx: Context) -> Measurement:
+    return train(ctx, device_for(ctx.device))
+
+
+@experiment.arm
+def barge_random_rotation(ctx: Context) -> Measurement:
     return train(ctx, device_for(ctx.device))
 
 

@@ -38,9 +38,8 @@ NO_NEGATIVE = -1e4
 class BargeConfig:
     """layers: of each of the two decoders.  length: items of a history.
 
-    ica: item-context-aware attention.  hpr: weight of the path loss, 0 builds no towers.  contrast: at most so many
-    targets of a step, spread evenly, are in the path loss.  fused: one token for the two codes of a level, else one each
-    (concat_tokens).  disliked: the user's items of low rating are further negatives.
+    ica: item-context-aware attention.  hpr: weight of the path loss, 0 builds no towers.  fused: one token for the two
+    codes of a level, else one each (concat_tokens).  disliked: the user's items of low rating are further negatives.
     """
 
     width: int = 64
@@ -52,7 +51,6 @@ class BargeConfig:
     length: int = 20
     ica: bool = True
     hpr: float = 0.1
-    contrast: int = 128
     fused: bool = True
     disliked: bool = False
 
@@ -72,6 +70,9 @@ class ItemContextAttention(nn.Module):
         self.query = nn.Parameter(torch.randn(width) / math.sqrt(width))
         self.to_query, self.to_pair = nn.Linear(width, width), nn.Linear(width, 2 * width)
         self.out, self.norm = nn.Linear(width, width), nn.LayerNorm(width)
+        for layer in (self.to_pair, self.out):  # the norm would make a usual bias the summary of every item
+            nn.init.xavier_normal_(layer.weight)
+            nn.init.zeros_(layer.bias)
         self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
         self.gate = nn.Linear(2 * width, width)
 
@@ -110,14 +111,21 @@ class PathReranker(nn.Module):
         return _unit(self.path[level](path))
 
     def loss(
-        self, h: Tensor, paths: Tensor, codes: Tensor, further: tuple[Tensor, Tensor, Tensor] | None = None
+        self,
+        h: Tensor,
+        paths: Tensor,
+        codes: Tensor,
+        user: Tensor,
+        further: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> Tensor:
         """sum_l L_HPR^l of contexts h [N, D], path embeddings [N, levels, D] of codes int64 [N, >= levels].
 
+        user: int64[N]; what a user takes at one step is no negative of the same user at another.
         further: path embeddings [N, M, levels, D], codes [N, M, >= levels] and bool[N, M] of more negatives of a row.
         """
         total = h.new_zeros((), dtype=torch.float32)
         same = torch.ones(len(h), len(h), dtype=torch.bool, device=h.device)
+        own = user[:, None] == user[None, :]
         worse_same = None if further is None else torch.ones_like(further[2])
         for level, tau in enumerate(self.tau()):
             same = same & (codes[:, None, level] == codes[None, :, level])
@@ -126,14 +134,14 @@ class PathReranker(nn.Module):
             if further is not None:
                 worse_same = worse_same & (further[1][..., level] == codes[:, None, level])
                 worse = (self.v(level, further[0][:, :, level]), further[2] & ~worse_same)
-            total = total + path_contrast(u, v, tau, same, worse)
+            total = total + path_contrast(u, v, tau, same | own, worse)
         return total
 
 
 def path_contrast(
     u: Tensor, v: Tensor, tau: Tensor | float, same: Tensor, worse: tuple[Tensor, Tensor] | None = None
 ) -> Tensor:
-    """(CE(U V^T / tau, I) + CE(V U^T / tau, I)) / 2, scalar; rows of one prefix (same bool[N, N]) are no negatives.
+    """(CE(U V^T / tau, I) + CE(V U^T / tau, I)) / 2, scalar; pairs in same bool[N, N] are no negatives.
 
     worse: unit vectors [N, M, D] and bool[N, M], more columns of the first term.
     """
@@ -237,7 +245,8 @@ class Barge(nn.Module):
         real = batch.target > 0
         columns = torch.arange(batch.items.shape[1], device=real.device)
         visible = (self._place(batch.items) <= columns.unsqueeze(1)).expand(len(real), -1, -1)  # (B, n, S)
-        further = self._disliked(batch.user, real) if self.config.disliked else None
+        user = batch.user.unsqueeze(1).expand_as(real)[real]  # (N,)
+        further = self.disliked[user] if self.config.disliked else None  # (N, M)
         loss = 0.0
         for channel, memory in zip(self.channels, memories, strict=True):
             codes = channel.codes[batch.target]
@@ -246,22 +255,15 @@ class Barge(nn.Module):
             states, codes = states[real], codes[real]  # (N, L', D), (N, L')
             loss = loss + channel.ntp_loss(states, codes)
             if channel.reranker is not None:
-                loss = loss + self.config.hpr * self._path_loss(channel, states[:, 0], codes, further)
+                loss = loss + self.config.hpr * self._path_loss(channel, states[:, 0], codes, user, further)
         return loss
 
-    def _path_loss(self, channel: Channel, h: Tensor, codes: Tensor, further: Tensor | None) -> Tensor:
-        levels, every = channel.reranker.levels, -(-len(h) // self.config.contrast)
-        h, codes, worse = h[::every], codes[::every], None
+    def _path_loss(self, channel: Channel, h: Tensor, codes: Tensor, user: Tensor, further: Tensor | None) -> Tensor:
+        levels, worse = channel.reranker.levels, None
         if further is not None:
-            further = further[::every]
             other = channel.codes[further]  # (N, M, L')
             worse = (channel.paths(other[..., :levels]), other, further > 0)
-        return channel.reranker.loss(h, channel.paths(codes[:, :levels]), codes, worse) / levels
-
-    def _disliked(self, user: Tensor, real: Tensor) -> Tensor:
-        """int64[N, M] items of low rating of the user of every target."""
-        row = torch.arange(len(real), device=real.device).unsqueeze(1).expand_as(real)[real]
-        return self.disliked[user[row]]
+        return channel.reranker.loss(h, channel.paths(codes[:, :levels]), codes, user, worse) / levels
 
     def _place(self, items: Tensor) -> Tensor:
         """int64[S]: item column of every source token."""

@@ -1,6 +1,7 @@
 """Serving of BARGE: one encoding, a path-guided beam per channel, fusion of the channels' lists in item space.
 
 beam key at level l:  log p(c_1 .. c_l) + eta cos(u^l, v^l)     of the best 3 w expansions; only log p is carried on
+                      (the suffix level, which has no tower, keeps the cosine of the path above it)
 OR-fusion:            (min rank, sum of ranks, - larger log p)  ascending; a missing rank is w + 1
 """
 
@@ -37,17 +38,15 @@ Hook = Callable[[Expansion], Tensor]
 
 
 def path_hook(channel: Channel, memory: Memory, eta: float) -> Hook:
-    """Key of a beam's candidates: log p + eta * cos(context, path); log p alone at the suffix level."""
+    """Key of a beam's candidates: log p + eta * cos(context, path), the path without the suffix."""
     reranker = channel.reranker
     if not eta or reranker is None:
         return lambda expansion: expansion.logp
     h = channel.opening(memory)
 
     def key(expansion: Expansion) -> Tensor:
-        level = expansion.position
-        if level >= reranker.levels:
-            return expansion.logp
-        v = reranker.v(level, channel.paths(expansion.codes)[..., -1, :])  # (B, c, D)
+        level = min(expansion.position, reranker.levels - 1)
+        v = reranker.v(level, channel.paths(expansion.codes[..., : level + 1])[..., -1, :])  # (B, c, D)
         return expansion.logp + eta * (v @ reranker.u(level, h).unsqueeze(2)).squeeze(2)
 
     return key
@@ -89,11 +88,29 @@ class ChannelLists(NamedTuple):
         """The lists of one channel."""
         return ChannelLists([self.items[channel]], [self.logp[channel]])
 
+    def survival(self) -> dict[str, np.ndarray]:
+        """float64[U] per level: share of the channels that kept the target's prefix, and whether any of them did."""
+        return survival(np.stack(self.survived))
+
     def overlap(self) -> np.ndarray:
         """float64[B] share of the first channel's items that the second has too."""
         first, second = self.items
         both = ((first[:, :, None] == second[:, None, :]) & (first > 0)[:, :, None]).any(2)
         return both.sum(1) / np.maximum((first > 0).sum(1), 1)
+
+
+def survival(kept: np.ndarray) -> dict[str, np.ndarray]:
+    """Contributions float64[U] per level of kept bool[C, U, L']: mean over the channels, and any of them."""
+    found = {}
+    for level in range(kept.shape[2]):
+        found[f"beam_prefix_survival@{level + 1}"] = kept[..., level].mean(0)
+        found[f"beam_prefix_survival_any@{level + 1}"] = kept[..., level].any(0).astype(np.float64)
+    return found
+
+
+def expansions(width: int, trie: PrefixTrie) -> int:
+    """Prefixes that a beam of `width` extends over all levels, the root included; a level has no more than it has nodes."""
+    return sum(min(width, trie.starts[level + 1] - trie.starts[level]) for level in range(trie.levels))
 
 
 class DualSearch:

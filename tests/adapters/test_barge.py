@@ -9,15 +9,17 @@ import pytest
 import synthetic
 import torch
 
-from adapters.barge.experiment import disliked_items
+from adapters.barge.experiment import Trainer, add_tokenizer, disliked_items
 from adapters.barge.model import Barge, BargeConfig, ItemContextAttention, PathReranker, path_contrast
 from adapters.barge.search import (
     ChannelLists,
     DualSearch,
     channel_beam,
+    expansions,
     fuse,
     path_hook,
     scorer,
+    survival,
     watched,
 )
 from auto_research.blocks.beam_search import constrained_beam, exhaustive_sid_scores
@@ -31,7 +33,7 @@ from auto_research.data.texts import load_text_vectors
 from auto_research.metrics.ranking import top_items
 from auto_research.runtime.errors import ConfigError
 from auto_research.train.optimizer import adamw
-from auto_research.train.sid import SIDBatch
+from auto_research.train.sid import SIDBatch, SIDBudget, read_history
 from auto_research.train.state import StateFolder
 from auto_research.train.tokenizer import TokenizerPlan, fit_rqvae
 
@@ -113,6 +115,28 @@ def test_real_codes_are_bijections_and_not_functions_of_each_other(movielens_100
     assert fitted.statistics["orthogonality_error"] < 1e-5
 
 
+def test_a_random_rotation_is_orthogonal_stays_and_gives_other_codes(tmp_path):
+    vectors = torch.randn(60, 24, generator=torch.Generator().manual_seed(0)).numpy()
+    codes = {}
+    for rotation in ("none", "random"):
+        config = RQVAEConfig((24,), (4, 4, 4), ((16,),), 8, channels=2, rotation=rotation)
+        plan = TokenizerPlan(steps=20, warm_up=5, batch=32)
+        fitted = fit_rqvae(vectors, config, plan=plan, seed=0, state=StateFolder(tmp_path / rotation), device="cpu")
+        codes[rotation] = np.stack(fitted.codes)
+    drawn = build_rqvae(config, 0).rotation.v
+    assert torch.equal(fitted.model.rotation.v, drawn)
+    assert fitted.statistics["orthogonality_error"] < 1e-5
+    assert (codes["none"] != codes["random"]).mean() > 0.1
+
+
+def test_errors_of_the_tokenizer_are_metrics():
+    measured = SimpleNamespace(metrics={"ndcg@10": 0.1}, extra={})
+    add_tokenizer(measured, {"reconstruction_mse": 0.5, "hashes": []})
+    assert measured.metrics == {"ndcg@10": 0.1, "reconstruction_mse": 0.5}
+    add_tokenizer(measured, {"reconstruction_mse": 0.5, "orthogonality_error": 1e-7})
+    assert measured.metrics["orthogonality_error"] == 1e-7
+
+
 # Encoder
 
 
@@ -154,7 +178,35 @@ def test_four_fused_tokens_an_item_and_eight_apart():
     assert apart.item_tokens(ITEMS).shape == (2, 6, 8, 16)
     assert not fused.item_tokens(ITEMS)[0, :2].any()
     assert not torch.allclose(build(ica=False).item_tokens(ITEMS), fused.item_tokens(ITEMS))
-    assert math.isfinite(float(apart.training_loss(SIDBatch(ITEMS, TARGET, USER)).detach()))
+    plain = build(fused=False, ica=False)
+    item, place = 17, plain.level + plain.slot[1]  # the second newest
+    first, second = (channel.embedding(channel.tokens[item]) for channel in plain.channels)
+    assert torch.allclose(plain.item_tokens(ITEMS)[0, 4], torch.cat([first, second]) + place, atol=1e-6)
+    assert not torch.allclose(scores(apart, ITEMS), scores(fused, ITEMS), atol=1e-2)
+
+
+def test_an_item_changes_no_token_of_the_others():
+    model = build()
+    other = ITEMS.clone()
+    other[0, 4] = 23
+    before, after = model.item_tokens(ITEMS), model.item_tokens(other)
+    same = other == ITEMS
+    assert torch.equal(before[same], after[same])
+    one = model.channels[0].tokens[17].clone()  # one code of one channel alone, too
+    with torch.no_grad():
+        model.channels[0].tokens[17, 1] = model.channels[0].tokens[17, 1] + (1 if one[1] % 4 != 3 else -1)
+    moved = model.item_tokens(ITEMS)
+    assert torch.equal(before[same], moved[same])
+    assert ((moved[~same] - before[~same]).abs().amax(-1) > 1e-5).all()  # all tokens of that item hear of it
+
+
+def test_summaries_of_items_differ_from_the_start():
+    torch.manual_seed(0)
+    model = Barge(TABLES, replace(CONFIG, width=64, heads=4))
+    plain = Barge(TABLES, replace(CONFIG, width=64, heads=4, ica=False))
+    summary = model.ica.summary(plain.item_tokens(torch.arange(1, 21)[None, -6:])[0])
+    unit = torch.nn.functional.normalize(summary.detach(), dim=1)
+    assert (unit @ unit.t())[~torch.eye(6, dtype=torch.bool)].mean() < 0.55
 
 
 @pytest.mark.parametrize("switches", [{}, {"fused": False, "ica": False}])
@@ -224,9 +276,51 @@ def test_rows_of_one_prefix_are_no_negatives_at_its_level():
     codes = torch.tensor([[3, 1, 0], [3, 2, 0]])
     single = [path_contrast(reranker.u(n, h), reranker.v(n, paths[:, n]), 0.1, torch.eye(2).bool()) for n in (0, 1)]
     assert float(single[0].detach()) > 1e-3
-    assert torch.allclose(reranker.loss(h, paths, codes), single[1])  # the first level is shared, the second is not
-    apart = reranker.loss(h, paths, torch.tensor([[3, 1, 0], [2, 1, 0]]))  # another first code: other prefixes below
-    assert torch.allclose(apart, single[0] + single[1])
+    users = torch.tensor([1, 2])
+    # the first level is shared, the second is not
+    assert torch.allclose(reranker.loss(h, paths, codes, users), single[1])
+    other = torch.tensor([[3, 1, 0], [2, 1, 0]])  # another first code: other prefixes below
+    assert torch.allclose(reranker.loss(h, paths, other, users), single[0] + single[1])
+
+
+def test_targets_of_one_user_are_no_negatives_of_each_other():
+    torch.manual_seed(0)
+    reranker, h, paths = PathReranker(8, 2), torch.randn(3, 8), torch.randn(3, 2, 8)
+    codes, users = torch.tensor([[0, 0], [1, 1], [2, 0]]), torch.tensor([4, 4, 5])
+    expected = 0.0
+    for level in (0, 1):
+        score = (reranker.u(level, h) @ reranker.v(level, paths[:, level]).t() / 0.1).detach()
+        for row, negatives in ((0, [2]), (1, [2]), (2, [0, 1])):
+            seen = [row, *negatives]
+            expected += float(score[row, seen].logsumexp(0) + score[seen, row].logsumexp(0) - 2 * score[row, row]) / 6
+    assert float(reranker.loss(h, paths, codes, users).detach()) == pytest.approx(expected, rel=1e-5)
+    alone = SIDBatch(ITEMS[1:], TARGET[1:], USER[1:])  # one user: nothing to tell apart
+    assert float(build().training_loss(alone).detach()) == pytest.approx(ntp_alone(alone), rel=1e-6)
+
+
+def ntp_alone(batch: SIDBatch) -> float:
+    """The loss without its path term, of the same weights."""
+    model = build()
+    for channel in model.channels:
+        channel.reranker = None
+    return float(model.training_loss(batch).detach())
+
+
+def test_the_path_loss_enters_with_its_weight():
+    """.1 of the mean over levels, summed over channels; its contexts are what serving reads at BOS."""
+    model, target = build(), torch.zeros_like(TARGET)
+    target[:, -1] = TARGET[:, -1]
+    batch, expected = SIDBatch(ITEMS, target, USER), 0.0
+    with torch.no_grad():
+        for channel, memory in zip(model.channels, model.context(ITEMS), strict=True):
+            codes = channel.codes[target[:, -1]]
+            paths = channel.paths(codes[:, :3])
+            expected += 0.1 / 3 * float(channel.reranker.loss(channel.opening(memory), paths, codes, USER))
+    assert expected > 1e-2
+    loss = float(model.training_loss(batch).detach())
+    assert loss - ntp_alone(batch) == pytest.approx(expected, rel=1e-4)
+    every = SIDBatch(ITEMS, TARGET, USER)
+    assert float(model.training_loss(every).detach()) - ntp_alone(every) > 1e-2
 
 
 def test_temperature_is_learned_between_its_bounds():
@@ -250,7 +344,7 @@ def test_disliked_items_are_further_negatives_of_their_user():
     plain = build().training_loss(batch)
     assert torch.allclose(build(low=low, disliked=True).training_loss(batch), plain)
     low[1] = torch.tensor([50, 51])
-    assert float(build(low=low, disliked=True).training_loss(batch) - plain) > 1e-4
+    assert float((build(low=low, disliked=True).training_loss(batch) - plain).detach()) > 1e-4
     only = torch.zeros_like(TARGET)
     only[0, -1] = 30
     low[1], alone = torch.tensor([30, 0]), SIDBatch(ITEMS, only, USER)  # the target's own path is no negative
@@ -276,6 +370,17 @@ def test_context_vectors_rank_the_paths_of_a_beam():
     exact = exhaustive_sid_scores(channel, memory, TABLES[0])
     items = trie.expand(strong.leaf[..., 0], 7)
     assert torch.allclose(strong.logp[kept], exact.gather(1, items)[kept], atol=1e-4)  # log p alone is carried on
+    key = strong.logp + 2.0 * last_cosine(channel, memory, strong.codes)
+    assert (key.diff(dim=1)[kept[:, 1:]] <= 1e-6).all()
+    assert (strong.logp.diff(dim=1)[kept[:, 1:]] > 0).any()  # which is not the order of log p
+
+
+@torch.no_grad()
+def last_cosine(channel, memory, codes):
+    """cos(u^3, v^3) float[B, w] of beams codes [B, w, 4]."""
+    u = channel.reranker.u(2, channel.opening(memory))
+    v = channel.reranker.v(2, channel.paths(codes[..., :3])[..., -1, :])
+    return torch.einsum("bd,bwd->bw", u, v)
 
 
 def planted(eta: float, preselect: int):
@@ -302,15 +407,15 @@ def planted(eta: float, preselect: int):
 
     hook = path_hook(channel, None, eta)
     beams = constrained_beam(step, None, trie, width, on_level=hook, preselect=preselect, offsets=[0, 0])
-    return set(beams.codes[0, :, 0].tolist())
+    return beams.codes[0, :, 0].tolist()
 
 
 @torch.no_grad()
 def test_planted_drift_is_mended_by_the_path():
-    assert planted(0.0, 3) == {0, 1, 2}
+    assert planted(0.0, 3) == [0, 1, 2]
     assert 3 in planted(5.0, 3)
-    assert planted(5.0, 1) == {0, 1, 2}  # without the wider pre-selection it is gone before it is judged
-    assert planted(1e4, 3) == {3, 8, 7}  # by cosine only, among the nine likeliest
+    assert set(planted(5.0, 1)) == {0, 1, 2}  # without the wider pre-selection it is gone before it is judged
+    assert planted(1e4, 3) == [3, 8, 7]  # by cosine only, among the nine likeliest
 
 
 # Fusion and serving
@@ -349,8 +454,12 @@ def test_wide_beams_are_exhaustive_and_targets_survive_them(data):
     search = DualSearch(model, data, TABLES, synthetic.ITEMS, CPU)
     for eta in (0.0, 1.0):
         found = search.lists("test", positions, eta, survival=True)
+        memories = read_history(model, data, "test", positions, CONFIG.length, CPU)
         for channel, (items, table) in enumerate(zip(found.items, TABLES, strict=True)):
             exact = scorer(_One(model, channel), data, [table], CPU)("test", positions)
+            if eta:  # every item by log p + eta cos(u^3, v^3)
+                codes = torch.from_numpy(table.codes[1:].copy()).expand(len(positions), -1, -1)
+                exact[:, 1:] += eta * last_cosine(model.channels[channel], memories[channel], codes).numpy()
             expected = top_items(exact, [data.history("test", i) for i in positions], 20)
             assert np.array_equal(items[:, :20], expected)
         assert all(s.all() for s in found.survived)
@@ -387,6 +496,67 @@ def test_watching_a_beam_changes_nothing():
     assert torch.equal(plain.codes, looked.codes)
     assert torch.stack(kept).all()  # a path of the answer was never lost
     assert len(kept) == TABLES[0].levels
+
+
+def test_survival_by_hand():
+    kept = np.array([[[1, 1], [1, 0]], [[1, 0], [0, 0]]], dtype=bool)  # (channel, user, level)
+    found = survival(kept)
+    assert found["beam_prefix_survival@1"].tolist() == [1.0, 0.5]
+    assert found["beam_prefix_survival@2"].tolist() == [0.5, 0.0]
+    assert found["beam_prefix_survival_any@1"].tolist() == [1.0, 1.0]
+    assert found["beam_prefix_survival_any@2"].tolist() == [1.0, 0.0]
+    lists = ChannelLists([], [], list(kept))
+    assert all(np.array_equal(lists.survival()[name], value) for name, value in found.items())
+
+
+def test_expansions_by_hand():
+    codes = np.array([[0, 0], [0, 1], [1, 0], [1, 1], [1, 2]])
+    trie = PrefixTrie.of(resolve_collisions(codes, (2, 3)))  # root, 2 first codes, 5 pairs, a suffix each
+    assert trie.levels == 3
+    assert expansions(10, trie) == 1 + 2 + 5
+    assert expansions(3, trie) == 1 + 2 + 3
+    assert expansions(1, trie) == 3
+
+
+def test_eta_is_chosen_as_served_and_the_smallest_of_equals(data):
+    target, asked = data.valid_target, []
+
+    def lister(eta):
+        def answer(split, positions):
+            asked.append((split, len(positions)))
+            taken = [[*data.history("valid", i), target[i]] for i in positions]
+            found = np.stack([np.setdiff1d(np.arange(1, data.n_items + 1), items)[:10] for items in taken])
+            found[:, {0.0: 5, 0.5: 1, 1.0: 1, 2.0: 3}[eta]] = target[positions]
+            return found
+
+        return answer
+
+    def trainer(hpr):
+        return SimpleNamespace(
+            ctx=SimpleNamespace(budget=SimpleNamespace(etas=[2.0, 1.0, 0.5, 0])),
+            config=SimpleNamespace(hpr=hpr),
+            sequences=data,
+            served=lambda model: SimpleNamespace(lister=lister),
+        )
+
+    eta, found = Trainer.choose_eta(trainer(0.1), None)
+    assert eta == 0.5
+    assert found[0.0] < found[2.0] < found[1.0] == found[0.5]
+    assert set(asked) == {("valid", len(data))}
+    assert Trainer.choose_eta(trainer(0.0), None)[0] == 0.0
+
+
+def test_one_channel_alone_is_trained_with_both_and_has_their_beams(data):
+    trainer = object.__new__(Trainer)
+    trainer.sequences, trainer.device, trainer.tables, trainer.used = data, CPU, TABLES, TABLES[:1]
+    trainer.budget = SIDBudget(beam=6, validation_beam=5)
+    model = build()
+    assert trainer.served(model).width == 12
+    assert len(trainer.served(model).tries) == 1
+    alone = trainer.validation(model)
+    trainer.used = TABLES
+    assert trainer.served(model).width == 6
+    assert trainer.validation(model) == alone
 
 
 def test_disliked_items_come_from_the_train_part(data, monkeypatch):
