@@ -6,7 +6,8 @@ import numpy as np
 
 from auto_research.data.sequences import LeaveTwoOut
 from auto_research.evaluate.next_item import Scorer, measure_next_item
-from auto_research.experiment.contract import Measurement, Units
+from auto_research.evaluate.next_list import Lists
+from auto_research.experiment.contract import Measurement
 from auto_research.runtime.seeds import stable_rng
 
 NEGATIVES = 99
@@ -25,26 +26,19 @@ def sampled_negatives(sequences: LeaveTwoOut) -> np.ndarray:
 
 
 def measure(score: Scorer, sequences: LeaveTwoOut) -> Measurement:
-    """`measure_next_item` with ndcg@5, recall@10 and sampled99_{ndcg@5, ndcg@10, hit@10, mrr}."""
+    """`measure_next_item` with ndcg and recall at 5 and 10, and sampled99_{ndcg@5, ndcg@10, hit@10, mrr}."""
     negatives, sampled = sampled_negatives(sequences), np.zeros(len(sequences))
 
     def watched(split: str, positions: np.ndarray) -> np.ndarray:
         scores = np.asarray(score(split, positions))
         own = scores[np.arange(len(positions)), sequences.test_target[positions]][:, None]
         other = np.take_along_axis(scores, negatives[positions], axis=1)
-        sampled[positions] = 1 + ((other >= own) & (negatives[positions] > 0)).sum(1)
+        sampled[positions] = 1 + (~(other < own) & (negatives[positions] > 0)).sum(1)
         return scores
 
-    measured = measure_next_item(watched, sequences)
-    ranks = np.rint(1.0 / np.asarray(measured.units["mrr"].values))
-    values = {"ndcg@5": gain(ranks, 5), "recall@10": (ranks <= 10).astype(np.float64)}
-    values |= {f"sampled99_ndcg@{k}": gain(sampled, k) for k in (5, 10)}
-    values |= {"sampled99_hit@10": (sampled <= 10).astype(np.float64), "sampled99_mrr": 1.0 / sampled}
-    measured.metrics |= {name: float(value.mean()) for name, value in values.items()}
-    measured.units |= {name: Units("user", sequences.users, value) for name, value in values.items()}
-    return measured
+    def among_sampled(lists: Lists) -> dict[str, np.ndarray]:
+        drawn = lists._replace(ranks=sampled)
+        values = {f"sampled99_ndcg@{k}": drawn.ndcg(k) for k in (5, 10)}
+        return values | {"sampled99_hit@10": drawn.recall(10), "sampled99_mrr": 1.0 / sampled}
 
-
-def gain(ranks: np.ndarray, k: int) -> np.ndarray:
-    """float64[U]: 1 / log2(1 + rank) up to rank k."""
-    return np.where(ranks <= k, 1.0 / np.log2(1.0 + ranks), 0.0)
+    return measure_next_item(watched, sequences, at=(5, 10), also=among_sampled)

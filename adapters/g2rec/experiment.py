@@ -3,7 +3,10 @@
 What makes an arm differ is its `switch` in card.yaml; sizes are in the budget.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -13,6 +16,8 @@ from adapters.g2rec.evaluation import measure
 from adapters.g2rec.graph import (
     Graph,
     Modularity,
+    ascent,
+    climb,
     effective_clusters,
     full_graph,
     hard_profiles,
@@ -21,7 +26,6 @@ from adapters.g2rec.graph import (
     permuted_profiles,
     sampled_graph,
     soft_clusters,
-    sparse_profiles,
     window_graph,
 )
 from adapters.g2rec.model import G2Rec, G2RecConfig
@@ -29,7 +33,7 @@ from auto_research.baselines import ease as ease_baseline
 from auto_research.baselines import itemknn as itemknn_baseline
 from auto_research.baselines import sasrec as sasrec_baseline
 from auto_research.blocks.semantic_ids import require_hash
-from auto_research.data.item_vectors import co_occurrence, item_cf_vectors
+from auto_research.data.item_vectors import item_cf_vectors
 from auto_research.data.sequences import LeaveTwoOut
 from auto_research.data.texts import load_text_vectors
 from auto_research.evaluate.next_item import validation_metrics
@@ -56,27 +60,30 @@ from auto_research.train.tuning import Trained, best_of_trials
 experiment = Experiment("g2rec")
 
 KINDS = ("soft", "hard", "random", "louvain")
+GRAPHS = ("sampled", "window", "full")
 TIMED_USERS = 64
 
 
 # Graph and profiles
 
 
-def build_graph(ctx: Context, sequences: LeaveTwoOut) -> Graph:
-    """The graph of the switch: sampled (default), window or full."""
-    kind = (ctx.switch or {}).get("graph", "sampled")
+def build_graph(kind: str, sequences: LeaveTwoOut, seed: int, draws: int | None = None) -> Graph:
+    """Graph of a kind of train events; seed and draws are those of `sampled_graph`."""
+    if kind not in GRAPHS:
+        raise ValueError(f"unknown graph {kind!r}; known: {', '.join(GRAPHS)}")
     if kind == "sampled":
-        return sampled_graph(sequences, ctx.seed, ctx.budget.get("draws"))
-    return {"window": window_graph, "full": full_graph}[kind](sequences)
+        return sampled_graph(sequences, seed, draws)
+    return window_graph(sequences) if kind == "window" else full_graph(sequences)
 
 
 @experiment.artifact
 def profiles(ctx: Context) -> None:
-    """Graph of train events, soft profiles of its items, and Louvain communities beside them."""
+    """Graph of the switch, soft profiles of its items, Louvain communities, and what the profiles are worth elsewhere."""
     from safetensors.numpy import save_file
 
     device, sequences, budget = device_for(ctx.device), load_sequences(ctx), ctx.budget
-    graph = build_graph(ctx, sequences)
+    graphs = {kind: build_graph(kind, sequences, ctx.seed, budget.get("draws")) for kind in GRAPHS}
+    graph = graphs[(ctx.switch or {}).get("graph", "sampled")]
     vectors = item_cf_vectors(sequences, width=budget.vectors)
     found = soft_clusters(
         graph, vectors, clusters=budget.clusters, rho=budget.rho, steps=budget.cluster_steps,
@@ -88,10 +95,11 @@ def profiles(ctx: Context) -> None:
     save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, ctx.out / "profiles.safetensors")
     quality = Modularity(graph)
     q = {name: float(quality(torch.from_numpy(variant(soft, labels, name, ctx.seed)))) for name in KINDS}
-    pairs = co_occurrence(sequences.train, sequences.n_items).nnz
+    others = {kind: {"pairs": len(g.i), "q_soft": float(Modularity(g)(found.profiles))} for kind, g in graphs.items()}
     facts = {
-        "q": q, "q_start": found.start, "q_of_restarts": found.best, "pairs": len(graph.i), "all_pairs": pairs,
-        "edges_vs_full_pairs": len(graph.i) / pairs, "weight": graph.total, "without_edges": int((graph.degree()[1:] == 0).sum()),
+        "q": q, "q_start": found.start, "q_of_restarts": found.best, "graphs": others, "pairs": len(graph.i),
+        "edges_vs_full_pairs": len(graph.i) / len(graphs["full"].i), "weight": graph.total,
+        "without_edges": int((graph.degree()[1:] == 0).sum()),
         "effective_clusters": effective_clusters(soft), "louvain_communities": len(np.unique(labels[1:])),
         "mean_largest_entry": float(soft[1:].max(1).mean()), "hash": profile_hash(soft),
     }  # fmt: skip
@@ -195,7 +203,9 @@ def train(ctx: Context, device: torch.device) -> Measurement:
     if trainer.graph is not None:
         soft = torch.from_numpy(trainer.profiles)
         measured.metrics["modularity_soft"] = float(Modularity(trainer.graph)(soft))
+        measured.metrics["modularity_louvain"] = trainer.facts["q"]["louvain"]
         measured.metrics["effective_clusters"] = effective_clusters(trainer.profiles)
+        measured.cost["edges_vs_full_pairs"] = trainer.facts["edges_vs_full_pairs"]
         measured.extra["profiles"] = trainer.facts
     if model.to_profile is not None:
         measured.metrics["profile_kl"] = mean_profile_kl(trainer, model)
@@ -217,23 +227,35 @@ def mean_profile_kl(trainer: Trainer, model: G2Rec) -> float:
 
 
 def added_costs(trainer: Trainer) -> dict[str, float]:
-    """Milliseconds that interest tokens and profile loss add to a batch, and seconds of one step of clustering."""
-    device, models = trainer.device, {}
-    for name, config in {"full": trainer.config, "plain": replace(trainer.config, interest="none", weight=0.0)}.items():
+    """Milliseconds that interest tokens and profile loss add to the widest batch, seconds of one step of clustering, and
+    seconds to build each graph."""
+    device, models = trainer.device, []
+    for config in (trainer.config, replace(trainer.config, interest="none", weight=0.0)):
         seed_everything(trainer.ctx.seed)
-        models[name] = trainer.build(config).to(device)
-    batch, users = trainer.batches(0)[0], np.arange(min(TIMED_USERS, len(trainer.sequences)))
-    seconds = {}
-    for name, model in models.items():
-        model.train()
-        seconds["train", name] = median_seconds(lambda model=model: model.training_loss(batch).backward(), device, 1, 5)
-        score = trainer.scorer(model)
-        seconds["infer", name] = median_seconds(lambda score=score: score("valid", users), device, 1, 5)
-    found = {f"added_{k}_ms": 1e3 * (seconds[k, "full"] - seconds[k, "plain"]) for k in ("train", "infer")}
-    quality, rho = Modularity(trainer.graph).to(device), trainer.ctx.budget.rho
-    logits = torch.from_numpy(trainer.profiles).to(device).requires_grad_()
-    step = median_seconds(lambda: quality(sparse_profiles(logits, rho)).backward(), device, 1, 3)
-    return found | {"clustering_step_s": step}
+        models.append(trainer.build(config).to(device).train())
+    batch = max(trainer.batches(0), key=lambda batch: (batch.items.shape[1], len(batch.items)))
+    users = np.arange(min(TIMED_USERS, len(trainer.sequences)))
+    train = [lambda model=model: model.training_loss(batch).backward() for model in models]
+    infer = [partial(trainer.scorer(model), "valid", users) for model in models]
+    found = {
+        "added_train_ms": 1e3 * added_seconds(*train, device),
+        "added_infer_ms": 1e3 * added_seconds(*infer, device),
+    }
+    quality, budget = Modularity(trainer.graph).to(device), trainer.ctx.budget
+    logits, optimizer = ascent(trainer.profiles[1:], device)
+    found["clustering_step_s"] = median_seconds(lambda: climb(quality, logits, optimizer, budget.rho), device)
+    for kind in GRAPHS:
+        build = partial(build_graph, kind, trainer.sequences, trainer.ctx.seed, budget.get("draws"))
+        found[f"{kind}_graph_s"] = median_seconds(build, device, 0, 3)
+    return found
+
+
+def added_seconds(full: Callable, plain: Callable, device: torch.device) -> float:
+    """Median of 20 differences in seconds; run in turns, so that a busy machine slows both alike."""
+    for work in (full, plain):
+        median_seconds(work, device, timed=1)
+    pairs = ([median_seconds(work, device, 0, 1) for work in (full, plain)] for _ in range(20))
+    return median(slow - fast for slow, fast in pairs)
 
 
 @experiment.arm
@@ -246,19 +268,19 @@ def popularity(ctx: Context) -> Measurement:
 
 @experiment.arm
 def itemknn(ctx: Context) -> Measurement:
-    return itemknn_baseline.run(ctx, device=device_for(ctx.device))
+    return itemknn_baseline.run(ctx, device=device_for(ctx.device), measure=measure)
 
 
 @experiment.arm
 def ease(ctx: Context) -> Measurement:
-    return ease_baseline.run(ctx, device=device_for(ctx.device))
+    return ease_baseline.run(ctx, device=device_for(ctx.device), measure=measure)
 
 
 @experiment.arm
 def sasrec(ctx: Context) -> Measurement:
     """The recipe of the baseline; the budget's `sasrec` changes it, other keys of the budget do not."""
     chosen = {**sasrec_baseline.SIZES, **sasrec_baseline.RECIPE, "steps": None, **ctx.budget.get("sasrec", {})}
-    return sasrec_baseline.run(ctx, device=device_for(ctx.device), **chosen)
+    return sasrec_baseline.run(ctx, device=device_for(ctx.device), measure=measure, **chosen)
 
 
 @experiment.arm

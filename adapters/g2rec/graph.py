@@ -100,7 +100,7 @@ def full_graph(sequences: LeaveTwoOut) -> Graph:
 
 
 class Modularity(nn.Module):
-    """Q of profiles [n_items + 1, C] on a graph: a dense product for small catalogues, sums over edges else."""
+    """Q of profiles [n_items + 1, C] on a graph: a dense product for small catalogues, else a sum over all edges."""
 
     def __init__(self, graph: Graph, gamma: float = 1.0):
         super().__init__()
@@ -110,9 +110,10 @@ class Modularity(nn.Module):
         if self.dense:
             self.register_buffer("w", torch.from_numpy(graph.matrix().toarray()).float())
         else:
+            once = graph.i < graph.j
             for name in ("i", "j"):
-                self.register_buffer(name, torch.from_numpy(getattr(graph, name)))
-            self.register_buffer("w", torch.from_numpy(graph.w).float())
+                self.register_buffer(name, torch.from_numpy(getattr(graph, name)[once]))
+            self.register_buffer("w", torch.from_numpy(graph.w[once]).float())
 
     def forward(self, profiles: Tensor) -> Tensor:
         with float32_region(profiles.device):
@@ -120,7 +121,7 @@ class Modularity(nn.Module):
             if self.dense:
                 inside = (p * (self.w @ p)).sum()
             else:
-                inside = (self.w * (p[self.i] * p[self.j]).sum(1)).sum()
+                inside = 2 * (self.w * (p[self.i] * p[self.j]).sum(1)).sum()
             expected = (self.degree @ p).square().sum()
             return inside / self.total - self.gamma * expected / self.total**2
 
@@ -177,23 +178,33 @@ def soft_clusters(
     return Clustered(profiles.cpu(), [run[1] for run in runs], [run[2] for run in runs])
 
 
+def ascent(start: np.ndarray, device: torch.device | str) -> tuple[nn.Parameter, AdamW]:
+    """Logits [n_items + 1, C] of the items' start [n_items, C], and what steps them."""
+    logits = nn.Parameter(torch.from_numpy(np.pad(start, ((1, 0), (0, 0)))).to(device))
+    return logits, AdamW([logits], lr=RATE, weight_decay=0.0)
+
+
+def climb(quality: Modularity, logits: nn.Parameter, optimizer: AdamW, rho: int) -> float:
+    """One step up Q; the Q before it."""
+    q = quality(sparse_profiles(logits, rho))
+    optimizer.zero_grad()
+    (-q).backward()
+    optimizer.step()
+    return float(q.detach())
+
+
 def _ascend(quality: Modularity, start: np.ndarray, rho: int, steps: int, device) -> tuple[Tensor, float, float]:
     """Best logits [n_items + 1, C] of Adam steps up Q, Q at the start and the best Q."""
-    logits = nn.Parameter(torch.from_numpy(np.pad(start, ((1, 0), (0, 0)))).to(device))
-    optimizer = AdamW([logits], lr=RATE, weight_decay=0.0)
-    kept, first, best = logits.detach().clone(), -math.inf, -math.inf
+    logits, optimizer = ascent(start, device)
+    kept, values = logits.detach().clone(), []
     for step in range(steps + 1):
-        q = quality(sparse_profiles(logits, rho))
-        value = float(q.detach())
-        if step == 0:
-            first = value
-        if value > best:
-            kept, best = logits.detach().clone(), value
-        if step < steps:
-            optimizer.zero_grad()
-            (-q).backward()
-            optimizer.step()
-    return kept, first, best
+        now = logits.detach().clone()
+        last = step == steps
+        value = float(quality(sparse_profiles(now, rho))) if last else climb(quality, logits, optimizer, rho)
+        if value > max(values, default=-math.inf):
+            kept = now
+        values.append(value)
+    return kept, values[0], max(values)
 
 
 def one_hot(labels: np.ndarray) -> np.ndarray:

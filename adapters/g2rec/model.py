@@ -34,7 +34,8 @@ BOS, ITEM, INTEREST = range(3)
 class G2RecConfig:
     """length: items of a window.  weight: lambda, 0 builds no profile head.
 
-    interest: "token" (x_t, y_t), "none" (x_t), "repeat" (x_t twice), "sum" (one token x_t + y_t).
+    interest: "token" (x_t, y_t), "none" (x_t), "repeat" (x_t twice), "sum" (one token x_t + y_t; as it shows y_t, the
+        profile of item t is predicted one token earlier).
     prototypes: "recomputed" from the item table in every pass, or "free" parameters.
     """
 
@@ -58,11 +59,14 @@ class G2RecConfig:
 
 
 class Tables(NamedTuple):
-    """Item vectors x [I + 1, D], prototypes v [C, D] and interest vectors y [I + 1, D]."""
+    """Item vectors x [I + 1, D], prototypes v [C, D] and interest vectors y [I + 1, D].
+
+    A model with neither interest tokens nor profile loss has no v and y.
+    """
 
     items: Tensor
-    prototypes: Tensor
-    interests: Tensor
+    prototypes: Tensor | None = None
+    interests: Tensor | None = None
 
 
 def prototypes_of(profiles: Tensor, items: Tensor) -> Tensor:
@@ -107,6 +111,8 @@ class G2Rec(nn.Module):
     def tables(self) -> Tables:
         """All vectors of the current item table."""
         items = self.item_table()
+        if self.config.interest in ("none", "repeat") and self.to_profile is None:
+            return Tables(items)
         prototypes = self.free if self.free is not None else prototypes_of(self.profiles, items)
         return Tables(items, prototypes, self.profiles @ prototypes)
 

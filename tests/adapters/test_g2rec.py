@@ -10,11 +10,14 @@ import pytest
 import synthetic
 import torch
 
+from adapters.g2rec import experiment as stages
 from adapters.g2rec.evaluation import measure, sampled_negatives
 from adapters.g2rec.experiment import build_graph, profile_hash, variant
 from adapters.g2rec.graph import (
     Graph,
     Modularity,
+    ascent,
+    climb,
     effective_clusters,
     full_graph,
     hard_profiles,
@@ -24,10 +27,12 @@ from adapters.g2rec.graph import (
     sampled_graph,
     soft_clusters,
     sparse_profiles,
+    start_logits,
     window_graph,
 )
 from adapters.g2rec.model import G2Rec, G2RecConfig, prototypes_of, to_right
 from auto_research.blocks.residual_kmeans import mutual_information
+from auto_research.data.item_vectors import item_cf_vectors
 from auto_research.data.sequences import LeaveTwoOut
 from auto_research.metrics.cost import count_params
 from auto_research.train.next_item import WindowBatch
@@ -100,15 +105,31 @@ def test_one_hot_modularity_is_the_usual_one(data, monkeypatch, dense):
     assert float(quality(torch.from_numpy(one_hot(labels)))) == pytest.approx(expected, abs=1e-6)
 
 
-def test_edges_have_both_directions_and_their_number_is_bounded(data):
+def test_modularity_is_the_same_over_edges_as_dense(data, monkeypatch):
+    graph = sampled_graph(data, seed=3)
+    soft = memberships(data.n_items)
+    found = []
+    for limit in (10_000, 0):
+        monkeypatch.setattr("adapters.g2rec.graph.DENSE_ITEMS", limit)
+        p = soft.clone().requires_grad_()
+        quality = Modularity(graph)
+        q = quality(p)
+        q.backward()
+        found.append((float(q.detach()), p.grad))
+    assert found[0][0] == pytest.approx(found[1][0], abs=1e-6)
+    assert torch.allclose(found[0][1], found[1][1], atol=1e-6)
+    assert len(quality.w) == len(graph.w) // 2
+
+
+def test_edges_have_both_directions_and_every_draw_counts_once(data):
     graph = sampled_graph(data, seed=0)
     events = len(data.train_items)
     assert set(zip(graph.i.tolist(), graph.j.tolist(), graph.w.tolist(), strict=True)) == set(
         zip(graph.j.tolist(), graph.i.tolist(), graph.w.tolist(), strict=True)
     )
     assert graph.degree().sum() == graph.total
-    draws = graph.total // 2
-    assert 0.9 * events < draws <= events * math.ceil(math.log(events))
+    assert graph.total == 2 * events * math.ceil(math.log(events))  # a user holds an item once, so none is a self-pair
+    assert sampled_graph(data, seed=0, draws=3).total == 2 * events * 3
     assert not (graph.i == graph.j).any()
     matrix = np.zeros((graph.n_items + 1,) * 2)
     matrix[graph.i, graph.j] = graph.w
@@ -126,8 +147,12 @@ def test_the_graph_knows_train_events_of_one_user_only(data):
         data.n_users, data.n_items, data.users, data.train_items, data.train_starts, data.valid_target[::-1].copy(),
         data.test_target[::-1].copy(), data.dataset,
     )  # fmt: skip
-    for first, second in zip(sampled_graph(data, 1)[:3], sampled_graph(edited, 1)[:3], strict=True):
-        assert np.array_equal(first, second)
+    assert not np.array_equal(data.valid_target, edited.valid_target)
+    assert not np.array_equal(data.test_target, edited.test_target)
+    for graph in (lambda data: sampled_graph(data, 1), window_graph, full_graph):
+        for first, second in zip(graph(data)[:3], graph(edited)[:3], strict=True):
+            assert np.array_equal(first, second)
+    assert np.array_equal(item_cf_vectors(data, width=8), item_cf_vectors(edited, width=8))
 
 
 def test_window_and_full_graphs_by_hand():
@@ -139,8 +164,11 @@ def test_window_and_full_graphs_by_hand():
     assert len(full_graph(data).i) == 20
     assert full_graph(data).total == 20
     for kind, pairs in (("window", 18), ("full", 20)):  # three places apart: all but (1, 5) and its reverse
-        ctx = SimpleNamespace(switch={"graph": kind}, seed=0, budget={})
-        assert len(build_graph(ctx, data).i) == pairs
+        assert len(build_graph(kind, data, 0).i) == pairs
+    for draws in (2, 4):
+        assert build_graph("sampled", data, 0, draws).total == 2 * 5 * draws
+    with pytest.raises(ValueError, match="unknown graph"):
+        build_graph("dense", data, 0)
 
 
 # Clustering
@@ -164,7 +192,8 @@ def spectral(graph: Graph, width: int = 16) -> np.ndarray:
 def test_planted_blocks_are_found():
     graph, block = planted()
     found = soft_clusters(graph, spectral(graph), clusters=8, rho=4, steps=300, restarts=3, seed=0)
-    assert all(best >= start for start, best in zip(found.start, found.best, strict=True))
+    assert len(found.start) == len(found.best) == 3
+    assert max(found.best) > max(found.start) + 0.01
     profiles = found.profiles
     assert torch.allclose(profiles[1:].sum(1), torch.ones(80), atol=1e-5)
     assert ((profiles > 0).sum(1) <= 4).all()
@@ -178,6 +207,24 @@ def test_planted_blocks_are_found():
     louvain = one_hot(louvain_labels(graph, 0))
     assert float(Modularity(graph)(torch.from_numpy(louvain))) >= 0.5
     assert 3.5 < effective_clusters(profiles.numpy()) < 8
+
+
+def test_the_best_step_is_kept_and_not_the_last(monkeypatch):
+    graph, _ = planted()
+    monkeypatch.setattr("adapters.g2rec.graph.RATE", 50.0)  # leaps past the summit
+    vectors = spectral(graph)
+    short = soft_clusters(graph, vectors, clusters=8, rho=4, steps=0, restarts=1, seed=0)
+    found = soft_clusters(graph, vectors, clusters=8, rho=4, steps=6, restarts=1, seed=0)
+    assert found.start == short.start == short.best
+    values = []
+    logits, optimizer = ascent(start_logits(vectors[1:], 8, 0, 0), "cpu")
+    for _ in range(6):
+        values.append(climb(Modularity(graph), logits, optimizer, 4))
+    values.append(float(Modularity(graph)(sparse_profiles(logits.detach(), 4))))
+    assert values[0] == found.start[0]
+    assert found.best == [max(values)]
+    assert values[-1] < max(values)
+    assert float(Modularity(graph)(found.profiles)) == pytest.approx(max(values), abs=1e-6)
 
 
 def test_items_without_edges_are_uniform():
@@ -297,8 +344,8 @@ def test_without_interest_tokens_it_is_the_item_only_model():
     assert not torch.allclose(full(ROWS), build()(ROWS))
 
 
-def test_the_loss_by_hand():
-    model = build(weight=0.5)
+def loss_terms(model: G2Rec) -> tuple[list[float], list[float]]:
+    """Item and profile terms of both rows, each read without padding."""
     with torch.no_grad():
         tables = model.tables()
         item_terms, profile_terms = [], []
@@ -308,13 +355,49 @@ def test_the_loss_by_hand():
             wanted = torch.cat([items[:1], after])
             logits = states[::2] @ tables.items[1:].t()
             item_terms += (-logits.log_softmax(1))[torch.arange(len(wanted)), wanted - 1].tolist()
-            logp = (model.to_profile(states[1::2]) @ tables.prototypes.t()).log_softmax(1)
-            profile_terms += (-(model.profiles[items] * logp).sum(1)).tolist()
+            if model.to_profile is not None:
+                logp = (model.to_profile(states[1::2]) @ tables.prototypes.t()).log_softmax(1)
+                profile_terms += (-(model.profiles[items] * logp).sum(1)).tolist()
+    return item_terms, profile_terms
+
+
+def test_the_loss_by_hand():
+    model, batch = build(weight=0.5), WindowBatch(ROWS, TARGET)
+    item_terms, profile_terms = loss_terms(model)
+    assert len(item_terms) == 12  # ten items and what follows BOS in both rows
     expected = np.mean(item_terms) + 0.5 * np.mean(profile_terms)
-    assert float(model.training_loss(WindowBatch(ROWS, TARGET)).detach()) == pytest.approx(expected, rel=1e-5)
+    assert float(model.training_loss(batch).detach()) == pytest.approx(expected, rel=1e-5)
+    without = build(weight=0.0)
+    assert set(model.state_dict()) - set(without.state_dict()) == {"to_profile.weight"}
+    without.load_state_dict(model.state_dict(), strict=False)
+    assert loss_terms(without)[0] == item_terms
+    assert float(without.training_loss(batch).detach()) == pytest.approx(np.mean(item_terms), rel=1e-5)
     entropy = -(model.profiles * model.profiles.clamp_min(1e-12).log()).sum(1)
     kl = float(model.profile_kl(ROWS).mean().detach())
     assert kl == pytest.approx(np.mean(profile_terms) - float(entropy[ROWS[ROWS > 0]].mean()), rel=1e-4)
+
+
+def test_repeated_items_are_as_long_as_interest_tokens():
+    wide, plain = build(interest="repeat", weight=0.0), build(interest="none", weight=0.0)
+    plain.load_state_dict(wide.state_dict())
+    with torch.no_grad():
+        assert wide.read(ROWS[1:], wide.tables()).shape[1] == 1 + 2 * 6
+        assert plain.read(ROWS[1:], plain.tables()).shape[1] == 1 + 6
+        assert wide(ROWS).shape == plain(ROWS).shape == (2, 6, 16)
+        assert not torch.allclose(wide(ROWS), plain(ROWS), atol=1e-3)
+        # every item stands in its own slot and in that of its interest, told apart by position alone
+        item = wide.item_table()[[7, 7]] * 4.0 + wide.position[[1, 2]] + wide.kind[1]
+        begin = (wide.begin + wide.position[0] + wide.kind[0]).unsqueeze(0)
+        states = wide.trunk(torch.cat([begin, item]).unsqueeze(0), torch.ones(1, 3, dtype=torch.bool))
+        assert torch.allclose(wide(torch.tensor([[7]]))[0, 0], states[0, 2], atol=1e-6)
+
+
+def test_only_models_that_use_prototypes_make_them():
+    for interest in ("none", "repeat"):
+        assert build(interest=interest, weight=0.0).tables()[1:] == (None, None)
+        assert build(interest=interest).tables().prototypes.shape == (CLUSTERS, 16)
+    for interest in ("token", "sum"):
+        assert build(interest=interest, weight=0.0).tables().interests.shape == (ITEMS + 1, 16)
 
 
 @pytest.mark.parametrize("switches", [{"interest": "sum"}, {"interest": "repeat", "weight": 0.0}, {"interest": "none"}])
@@ -365,3 +448,38 @@ def test_sampled_metrics_by_hand(data):
     unseen = (sampled_negatives(data) > 0).sum(1)
     assert worst.metrics["sampled99_mrr"] == pytest.approx((1 / (1 + unseen)).mean())
     assert worst.metrics["recall@10"] == worst.metrics["hit@10"] == 0.0
+
+
+def test_sampled_metrics_rank_the_target_among_its_99():
+    data = LeaveTwoOut.build(synthetic.interactions(users=60, items=200, ratings=30))
+    drawn = sampled_negatives(data)
+    assert (drawn > 0).all()
+    ids = np.arange(data.n_items + 1, dtype=np.float64)
+    found = measure(lambda split, positions: np.tile(ids, (len(positions), 1)), data)
+    ranks = 1 + (drawn > data.test_target[:, None]).sum(1)
+    gains = np.where(ranks <= 10, 1 / np.log2(1 + ranks), 0.0)
+    expected = {
+        "ndcg@5": np.where(ranks <= 5, gains, 0.0), "ndcg@10": gains, "hit@10": (ranks <= 10) * 1.0, "mrr": 1 / ranks,
+    }  # fmt: skip
+    for name, values in expected.items():
+        assert found.metrics[f"sampled99_{name}"] == pytest.approx(values.mean())
+        assert found.units[f"sampled99_{name}"].values == pytest.approx(values)
+    assert found.metrics["sampled99_ndcg@10"] > found.metrics["sampled99_ndcg@5"] > 0
+
+    full = []
+    for user, target in enumerate(data.test_target):
+        better = set(range(target + 1, data.n_items + 1)) - set(data.history("test", user).tolist())
+        full.append(1 + len(better))
+    full = np.array(full)
+    assert found.metrics["recall@10"] == pytest.approx((full <= 10).mean())
+    assert found.metrics["ndcg@5"] == pytest.approx(np.where(full <= 5, 1 / np.log2(1 + full), 0.0).mean())
+    assert found.metrics["ndcg@10"] > found.metrics["ndcg@5"] > 0
+    assert found.metrics["sampled99_hit@10"] > found.metrics["recall@10"]
+
+
+@pytest.mark.parametrize("name", ["itemknn", "ease", "sasrec"])
+def test_shared_baselines_report_the_sampled_metrics_too(name, monkeypatch):
+    given = {}
+    monkeypatch.setattr(getattr(stages, f"{name}_baseline"), "run", lambda ctx, **options: given.update(options))
+    getattr(stages, name)(SimpleNamespace(device="cpu", budget={}))
+    assert given["measure"] is measure
