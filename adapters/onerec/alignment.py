@@ -3,7 +3,7 @@
     L_DPO = - log sigmoid( beta log[M_{t+1}(S_w|H) / M_t(S_w|H)] - beta log[M_{t+1}(S_l|H) / M_t(S_l|H)] )
     L = L_NTP + lambda L_DPO,   S_w = argmax R, S_l = argmin R over the N sessions M_t made by beam search
 
-Both sessions are the model's own (self-hard). Round t starts from M_t and M_t is its reference.
+A step descends L / (m L'), which leaves the supervised part on the scale it was trained at. Both sessions are the model's own (self-hard). Round t starts from M_t and M_t is its reference.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adapters.onerec.decoding import Decoder
+from adapters.onerec.decoding import Decoder, chunks
 from adapters.onerec.model import SessionGenerator
-from adapters.onerec.reward import RewardModel, gate_users, rewards
+from adapters.onerec.reward import RewardModel, held_out_users, rewards
 from adapters.onerec.sessions import SessionBatch, SessionSplit, SessionSteps, Steps, histories
 from auto_research.blocks.preference import dpo, dpo_margin, frozen_reference, k3, weights_hash
 from auto_research.blocks.sid_models import sequence_logprob, without_dropout
@@ -37,12 +37,12 @@ LARGEST_RISE = 1.03
 
 @dataclass(frozen=True)
 class AlignmentConfig:
-    """rounds T; round_steps per round; share r_DPO of the training users, at least contexts (share 0: none at all);
+    """rounds T share align_steps; share r_DPO of the training users a round, at least contexts (share 0: none at all);
     candidates N; pairs: 'reward' or 'random'; ntp False: L_DPO alone and no stop; check_steps between looks at L_NTP.
     """
 
     rounds: int = 2
-    round_steps: int = 60
+    align_steps: int = 120
     check_steps: int = 20
     share: float = 0.01
     contexts: int = 96
@@ -54,9 +54,16 @@ class AlignmentConfig:
     pairs: str = "reward"
     ntp: bool = True
 
+    def steps_of(self, number: int) -> int:
+        """Steps of round `number` (from 0)."""
+        return self.align_steps * (number + 1) // self.rounds - self.align_steps * number // self.rounds
+
 
 class Pairs(NamedTuple):
-    """history int64[P, n], winner and loser int64[P, m] items, their R float[P], and users int64[P] (positions)."""
+    """history int64[P, n], winner and loser int64[P, m] items, their R float[P], and users int64[P] (positions).
+
+    contexts: how many the pairs were looked for in.
+    """
 
     history: np.ndarray
     winner: np.ndarray
@@ -64,6 +71,7 @@ class Pairs(NamedTuple):
     won: np.ndarray
     lost: np.ndarray
     users: np.ndarray
+    contexts: int
 
 
 class PairBatch(NamedTuple):
@@ -81,17 +89,17 @@ class RoundBatch(NamedTuple):
     pairs: PairBatch | None
 
 
-def contexts(data: SessionSplit, config: AlignmentConfig, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def contexts(data: SessionSplit, config: AlignmentConfig, seed: int, number: int) -> tuple[np.ndarray, np.ndarray]:
     """First rows and user positions int64[C] of train sessions to align on: one of each chosen user with a history.
 
-    Users held out for rewards are never chosen.
+    Every round draws its own. Users held out for rewards are never chosen.
     """
     start, owner = data.windows()
-    usable = (start > data.first[owner]) & ~gate_users(data)[owner]
+    usable = (start > data.first[owner]) & ~held_out_users(data)[owner]
     start, owner = start[usable], owner[usable]
     users = np.unique(owner)
     wanted = 0 if config.share == 0 else min(len(users), max(round(config.share * len(users)), config.contexts))
-    rng = stable_rng("alignment-contexts", seed)
+    rng = stable_rng("alignment-contexts", seed, number)
     chosen = np.sort(rng.permutation(users)[:wanted])
     low, high = np.searchsorted(owner, chosen), np.searchsorted(owner, chosen, side="right")
     rows = low + (rng.random(len(chosen)) * (high - low)).astype(np.int64)
@@ -99,10 +107,11 @@ def contexts(data: SessionSplit, config: AlignmentConfig, seed: int) -> tuple[np
 
 
 def make_pairs(
-    decoder: Decoder, judge: RewardModel, data: SessionSplit, config: AlignmentConfig, seed: int, round_number: int
+    decoder: Decoder, judge: RewardModel, data: SessionSplit, config: AlignmentConfig, seed: int, number: int
 ) -> Pairs:
-    """Winner and loser of every context; contexts whose rewards differ by less than 1e-3 are left out."""
-    start, owner = contexts(data, config, seed)
+    """Winner and loser of every context of round `number`; contexts whose rewards differ by less than 1e-3 are left out
+    (with random pairs: those with one session)."""
+    start, owner = contexts(data, config, seed, number)
     length = decoder.model.settings.history
     history = histories(data, start, owner, length)
     seen = [data.interactions.item[data.first[u] : row].astype(np.int64) for u, row in zip(owner, start, strict=True)]
@@ -110,7 +119,7 @@ def make_pairs(
     total = rewards(judge, history, made.items, decoder.device).mean(2).astype(np.float64)  # (C, N)
     real = np.isfinite(made.logp)
     if config.pairs == "random":
-        rng = stable_rng("random-pairs", seed, round_number)
+        rng = stable_rng("random-pairs", seed, number)
         order = np.where(real, rng.random(real.shape), np.inf).argsort(1)
         best, worst = order[:, 0], order[:, 1]
         keep = real.sum(1) > 1
@@ -121,16 +130,22 @@ def make_pairs(
     row = np.flatnonzero(keep)
     best, worst = best[row], worst[row]
     return Pairs(
-        history[row], made.items[row, best], made.items[row, worst], total[row, best], total[row, worst], owner[row]
-    )
+        history[row], made.items[row, best], made.items[row, worst], total[row, best], total[row, worst], owner[row],
+        len(total),
+    )  # fmt: skip
 
 
-def log_sessions(model: SessionGenerator, history: Tensor, sessions: Tensor) -> Tensor:
-    """log M(S | H) float32[B, w] without dropout; history int64[B, n], sessions int64[B, w, m]."""
+def log_sessions(
+    model: SessionGenerator, history: Tensor, sessions: Tensor, choices: list[Tensor] | None = None
+) -> Tensor:
+    """log M(S | H) float32[B, w] without dropout; history int64[B, n], sessions int64[B, w, m].
+
+    choices: of `Decoder.choices`, the served policy instead of the softmax over the vocabulary.
+    """
     codes = model.item_codes[sessions].flatten(2)
     with without_dropout(model):
         memory = model.read(history)
-    return sequence_logprob(model, memory, codes)
+    return sequence_logprob(model, memory, codes, choices)
 
 
 def on_device(pairs: Pairs, reference: SessionGenerator, device: torch.device) -> PairBatch:
@@ -155,33 +170,35 @@ def pair_terms(model: SessionGenerator, batch: PairBatch, beta: float) -> tuple[
 
 
 def round_loss(model: SessionGenerator, batch: RoundBatch, config: AlignmentConfig) -> Tensor:
-    """L_NTP + lambda L_DPO; without pairs L_NTP, without ntp lambda L_DPO."""
+    """(L_NTP + lambda L_DPO) / (m L') and the balance loss; without pairs or without ntp what is left of it."""
     loss = model.loss(batch.ordinary) if config.ntp else 0.0 * model.embedding.weight.sum()
     if batch.pairs is not None:
-        loss = loss + config.weight * pair_terms(model, batch.pairs, config.beta)[0].mean()
+        preference = pair_terms(model, batch.pairs, config.beta)[0].mean()
+        loss = loss + config.weight / model.codes_of(batch.pairs.sessions) * preference
     return loss
 
 
 class Guard:
-    """Validation of a round: looks so far while L_NTP stays within 3 percent of its start, -1 beyond.
+    """Validation of a round: looks so far while L_NTP has stayed within 3 percent of its start, -1 from then on.
 
     The loop keeps the weights of the largest value, so that a round ends with the last look inside the bound.
     """
 
     def __init__(self, measure: Callable[[], float], start: float, active: bool):
-        self.measure, self.bound, self.active, self.looks = measure, LARGEST_RISE * start, active, 0
+        self.measure, self.bound, self.active = measure, LARGEST_RISE * start, active
+        self.looks, self.left = 0, False
 
     def __call__(self, _) -> dict[str, float]:
         self.looks += 1
         loss = self.measure()
-        inside = loss <= self.bound or not self.active
-        return {"ntp_val_loss": loss, "looks_inside": float(self.looks if inside else -1)}
+        self.left |= self.active and loss > self.bound
+        return {"ntp_val_loss": loss, "looks_inside": float(-1 if self.left else self.looks)}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"looks": self.looks}
+        return {"looks": self.looks, "left": self.left}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.looks = state["looks"]
+        self.looks, self.left = state["looks"], state["left"]
 
 
 class RoundSteps:
@@ -234,11 +251,12 @@ def align(
             seed=("round", *seed), device=decoder.device,
         )  # fmt: skip
         guard = Guard(validate, start, config.ntp)
-        looks = -(-config.round_steps // config.check_steps)
+        steps = config.steps_of(number)
+        looks = -(-steps // config.check_steps)
         fitted = fit(
             model,
             adamw(model, config.rate, 0.0),
-            Plan(looks, config.round_steps, 1.0, key="looks_inside", patience=1),
+            Plan(looks, steps, 1.0, key="looks_inside", patience=1),
             batches=RoundSteps(ordinary, batches, config, seed).epoch,
             loss=partial(round_loss, config=config),
             state=state.child(f"round-{number}"),
@@ -252,6 +270,7 @@ def align(
             model.load_state_dict(reference.state_dict())
         facts.append(
             {"round": number + 1, "reference": weights_hash(reference), "pairs": len(pairs.users) if pairs else 0,
+             "contexts": pairs.contexts if pairs else 0,
              "reward_gap": float((pairs.won - pairs.lost).mean()) if batches else 0.0,
              "ntp_start": start, "ntp_end": start if stopped else fitted.validation["ntp_val_loss"],
              "steps": fitted.steps, "kept_looks": fitted.best_epoch if not stopped else 0}
@@ -279,12 +298,12 @@ def margin_facts(model: SessionGenerator, batch: PairBatch | None, beta: float) 
 
 @torch.no_grad()
 def divergence(
-    model: SessionGenerator, reference: SessionGenerator, history: np.ndarray, sessions: np.ndarray
+    decoder: Decoder, reference: SessionGenerator, history: np.ndarray, seen: list[np.ndarray], sessions: np.ndarray
 ) -> float:
-    """KL(model || reference) per session, estimated by k3 on sessions int64[U, N, m] sampled from the model."""
-    device, parts = model.item_codes.device, []
-    for rows in range(0, len(history), 64):
-        h = torch.from_numpy(history[rows : rows + 64]).to(device)
-        s = torch.from_numpy(sessions[rows : rows + 64]).to(device)
-        parts.append(k3(log_sessions(model, h, s), log_sessions(reference, h, s)))
+    """KL(model || reference) of the served policies per session, by k3 on sessions int64[U, N, m] of `decoder.samples`."""
+    parts = []
+    for rows in chunks(len(history)):
+        h, s = (torch.from_numpy(x[rows]).to(decoder.device) for x in (history, sessions))
+        choices = decoder.choices(seen[rows], s)
+        parts.append(k3(log_sessions(decoder.model, h, s, choices), log_sessions(reference, h, s, choices)))
     return float(torch.cat(parts).mean())

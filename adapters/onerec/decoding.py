@@ -33,6 +33,23 @@ class Sessions(NamedTuple):
     logp: np.ndarray
 
 
+class Ranking(NamedTuple):
+    """Lists of U contexts and what they are made of.
+
+    items: int64[U, 10].  sessions: behind them.  opening: int64[U, >= 10] items likeliest to open a session.
+    open: bool[U, 10] slots that the sessions left to `opening`.
+    """
+
+    items: np.ndarray
+    sessions: Sessions
+    opening: np.ndarray
+    open: np.ndarray
+
+    def first_beam(self) -> np.ndarray:
+        """Ablation int64[U, 10]: the sessions are read in order, and open slots filled alike."""
+        return fill(first_beam_list(self.sessions), self.opening)
+
+
 class Decoder:
     """Decoding with one generator and the trie of its codes; all on one device."""
 
@@ -63,7 +80,9 @@ class Decoder:
 
     @torch.no_grad()
     def samples(self, history: np.ndarray, seen: list[np.ndarray], count: int, generator: torch.Generator) -> Sessions:
-        """`count` random sessions of each context from the model's own distribution. generator: on the CPU."""
+        """`count` random sessions of each context from the served policy: the model's softmax over the codes that lead
+        to an item neither seen nor made yet. logp is the model's over the whole vocabulary. generator: on the CPU.
+        """
         parts = []
         for rows in chunks(len(history)):
             memory, alive = self.memory(history[rows]), self.alive(seen[rows])
@@ -75,8 +94,8 @@ class Decoder:
         return Sessions(items, logp)
 
     @torch.no_grad()
-    def lists(self, history: np.ndarray, seen: list[np.ndarray]) -> tuple[np.ndarray, Sessions, np.ndarray]:
-        """Ranked items int64[U, 10], the sessions behind them, and how many slots bool[U, 10] the sessions left open."""
+    def lists(self, history: np.ndarray, seen: list[np.ndarray]) -> Ranking:
+        """Ranked lists of ten."""
         width = max(self.beams, TOP)
         opening = sessions = self.sessions(history, seen, width if self.m == 1 else self.beams)
         if self.m > 1:
@@ -87,8 +106,20 @@ class Decoder:
             opening = Sessions(*(np.concatenate(part) for part in zip(*parts, strict=True)))
         scores = item_scores(sessions, self.table.n_items)
         ranked = best_of_scores(scores)
-        filled = fill(ranked, opening.items[:, :, 0])
-        return filled, sessions, (ranked == 0) & (filled > 0)
+        first = opening.items[:, :, 0]
+        filled = fill(ranked, first)
+        return Ranking(filled, sessions, first, (ranked == 0) & (filled > 0))
+
+    def choices(self, seen: list[np.ndarray], sessions: Tensor) -> list[Tensor]:
+        """bool[U, N, K_l] for each of the m L' codes of sessions int64[U, N, m]: what the served policy may choose."""
+        users, count, m = sessions.shape
+        known = torch.from_numpy(padded(seen)).to(self.device).repeat_interleave(count, 0)
+        made, codes = sessions.flatten(0, 1), self.model.item_codes[sessions].flatten(0, 1)  # (U N, m), (U N, m, L')
+        masks = []
+        for n in range(m):
+            alive = self.trie.alive(torch.cat([known, made[:, :n]], dim=1))
+            masks += [x.view(users, count, -1) for x in self.trie.path_masks(codes[:, n : n + 1], alive)]
+        return masks
 
     @torch.no_grad()
     def opening_scores(self, data: SessionSplit, split: str, positions: np.ndarray) -> np.ndarray:

@@ -30,6 +30,7 @@ from auto_research.runtime.files import read_json, write_json
 from auto_research.runtime.seeds import seed_everything, torch_generator
 from auto_research.train.fitting import FitBudget, fit_model, settings
 from auto_research.train.next_item import EpochWindows, NextItemBudget, next_item_loss
+from auto_research.train.optimizer import adamw
 from auto_research.train.state import StateFolder
 from auto_research.train.tuning import Trained, best_of_trials
 
@@ -101,11 +102,13 @@ def reward(ctx: Context) -> None:
         budget=FitBudget(-(-budget.reward_steps // each), None, 1.0, 20, steps=budget.reward_steps),
         batches=lambda epoch: Steps(each, lambda index: rows.training(epoch * each + index).to(device)),
         loss=lambda model, batch: model.loss(batch),
-        validate=lambda model: {"rm_pairwise_accuracy": pairwise_accuracy(model, rows, budget.gate_pairs, device)},
-        key="rm_pairwise_accuracy",
+        validate=lambda model: {"choice": pairwise_accuracy(model, rows, "choice", budget.gate_pairs, device)},
+        key="choice",
         observed=False,
     )
-    save_weights(model, ctx.out, validation=trained.validation, curve=without_clock(trained.curve))
+    gate = pairwise_accuracy(model, rows, "gate", budget.gate_pairs, device)
+    save_weights(model, ctx.out, rm_pairwise_accuracy=gate, validation=trained.validation,
+                 curve=without_clock(trained.curve))  # fmt: skip
 
 
 def train_generator(ctx: Context, device: torch.device) -> Measurement:
@@ -147,7 +150,22 @@ def aligned_arm(ctx: Context, device: torch.device) -> Measurement:
         f"validation L_NTP {100 * rise:+.1f}% against the supervised model; rounds kept "
         f"{', '.join(str(r['kept_looks']) for r in rounds)} looks"
     )
+    measured.notes += pair_notes(rounds, config)
     return measured
+
+
+def pair_notes(rounds: list[dict[str, Any]], config: AlignmentConfig) -> list[str]:
+    """How many pairs every round learned from, and a warning where they are few or none."""
+    if not config.share:
+        return []
+    counts = [(r["round"], r["pairs"], r["contexts"]) for r in rounds]
+    notes = ["pairs " + ", ".join(f"{pairs} of {tried} contexts in round {n}" for n, pairs, tried in counts)]
+    for n, pairs, tried in counts:
+        if pairs == 0:
+            notes.append(f"NO PREFERENCE in round {n}: not one pair, its steps had no L_DPO")
+        elif 2 * pairs < tried:
+            notes.append(f"few pairs in round {n}: {pairs} of {tried} contexts")
+    return notes
 
 
 # Floors and baseline
@@ -225,6 +243,9 @@ def sasrec(ctx: Context) -> Measurement:
             loss=next_item_loss,
             validate=lambda _: validation_metrics(lister, data),
             key="ndcg@10",
+            optimizer=adamw(
+                model, hyperparameters["learning_rate"], hyperparameters.get("weight_decay", 0.0), betas=(0.9, 0.98)
+            ),
         )
 
     best, trials = best_of_trials(ctx, run, "ndcg@10", trials=recipe["trials"])
@@ -238,7 +259,7 @@ def sasrec(ctx: Context) -> Measurement:
     )
     score = scorer(model, data)
     measured, lists = measure(score_lister(score, data), data)
-    judge_sessions(ctx, measured, data, device, lists[:, None, : data.size], False)
+    judge_sessions(ctx, measured, data, device, lists[:, None, : data.size])
     measured.validation, measured.curve = best.validation, best.curve
     measured.hyperparameters, measured.trials = best.hyperparameters, trials
     flops = float(flops_of(lambda: score("test", np.zeros(1, dtype=np.int64))))

@@ -5,10 +5,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from adapters.onerec.alignment import AlignmentConfig, contexts, divergence
-from adapters.onerec.decoding import Decoder, Sessions, first_beam_list
+from adapters.onerec.alignment import divergence
+from adapters.onerec.decoding import Decoder, Ranking
 from adapters.onerec.evaluation import add_units, code_entropy, list_contributions, measure, session_values
-from adapters.onerec.reward import GATE, RewardConfig, RewardModel, gate_users, rewards
+from adapters.onerec.reward import GATE, RewardConfig, RewardModel, held_out_users, rewards
 from adapters.onerec.sessions import SessionSplit
 from adapters.onerec.training import NTP, Trainer, history_of, load_weights
 from auto_research.evaluate.serving import median_seconds
@@ -22,7 +22,7 @@ from auto_research.train.tuning import Trained
 KL_SAMPLES = 4
 
 
-def generator_lists(trainer: Trainer, decoder: Decoder, split: str, positions: np.ndarray):
+def generator_lists(trainer: Trainer, decoder: Decoder, split: str, positions: np.ndarray) -> Ranking:
     data = trainer.data
     return decoder.lists(history_of(data, split, positions, trainer.config.history), data.seen(split, positions))
 
@@ -34,21 +34,38 @@ def load_judge(ctx: Context, data: SessionSplit, device: torch.device) -> tuple[
 
 
 def judge_sessions(
-    ctx: Context, measured: Measurement, data: SessionSplit, device: torch.device, sessions: np.ndarray, several: bool
-) -> np.ndarray:
-    """Adds rewards of the test sessions int64[U, N, m] (the first is the answer) and the gate; R float[U] of the first."""
+    ctx: Context,
+    measured: Measurement,
+    data: SessionSplit,
+    device: torch.device,
+    sessions: np.ndarray,
+    logp: np.ndarray | None = None,
+) -> None:
+    """Adds rewards of the test sessions int64[U, N, m], of which the first is the answer, and the gate.
+
+    logp: float[U, N], with the largest rewards among the sessions that are finite in it.
+    """
     judge, facts = load_judge(ctx, data, device)
     everyone = np.arange(len(data))
     history = history_of(data, "test", everyone, ctx.budget.history)
     judged = rewards(judge, history, sessions, device).astype(np.float64)  # (U, N, 4)
-    best = np.concatenate([judged.max(1), judged.mean(2).max(1)[:, None]], axis=1) if several else None
+    best = None
+    if logp is not None:
+        every = np.concatenate([judged, judged.mean(2, keepdims=True)], axis=2)  # (U, N, 5)
+        best = largest(every, np.isfinite(logp))
     values = session_values(sessions[:, 0], data.interactions.item_genres, judged[:, 0], best)
     add_units(measured, data.users, values)
-    gate = facts["validation"]["rm_pairwise_accuracy"]
+    measured.extra["reward_of_held_out_users"] = float(values["mean_reward"][held_out_users(data)].mean())
+    gate = facts["rm_pairwise_accuracy"]
     measured.metrics["rm_pairwise_accuracy"] = gate
     if gate < GATE:
         measured.notes.append(f"reward model below gate: pairwise accuracy {gate:.3f} on held-out users, {GATE} wanted")
-    return values["mean_reward"]
+
+
+def largest(values: np.ndarray, real: np.ndarray) -> np.ndarray:
+    """[U, ..] maximum over the N sessions of values [U, N, ..] that are real bool[U, N]; the first always is."""
+    real = real | (np.arange(real.shape[1]) == 0)
+    return np.where(real.reshape(*real.shape, *[1] * (values.ndim - 2)), values, -np.inf).max(1)
 
 
 def measure_generator(trainer: Trainer, best: Trained, trials: list[dict]) -> Measurement:
@@ -62,23 +79,22 @@ def measure_generator(trainer: Trainer, best: Trained, trials: list[dict]) -> Me
         score=lambda data, split, positions: decoder.opening_scores(data, split, positions),
         validation=best.validation,
     )
-    found: dict[str, Any] = {}
+    made: list[Ranking] = []
 
     def lister(split: str, positions: np.ndarray) -> np.ndarray:
-        lists, found["sessions"], found["open"] = generator_lists(trainer, decoder, split, positions)
-        return lists
+        made.append(generator_lists(trainer, decoder, split, positions))
+        return made[-1].items
 
     model.reset_load()
     measured, lists = measure(lister, data)
-    load = model.load_entropy()
-    sessions: Sessions = found["sessions"]
-    answers = sessions.items if decoder.m > 1 else lists[:, None, : data.size]
-    first = judge_sessions(ctx, measured, data, device, answers, decoder.m > 1)
-    measured.extra["reward_of_held_out_users"] = float(first[gate_users(data)].mean())
-    measured.extra["slots_beyond_the_sessions"] = float(found["open"].mean())
+    load, (ranking,) = model.load_entropy(), made
     if decoder.m > 1:
-        by_first = list_contributions(first_beam_list(sessions), data.targets("test"))
+        judge_sessions(ctx, measured, data, device, ranking.sessions.items, ranking.sessions.logp)
+        by_first = list_contributions(ranking.first_beam(), data.targets("test"))
         measured.extra["first_beam"] = {name: float(v.mean()) for name, v in by_first.items()}
+    else:
+        judge_sessions(ctx, measured, data, device, lists[:, None, : data.size])
+    measured.extra["slots_beyond_the_sessions"] = float(ranking.open.mean())
     measured.metrics["code_entropy"] = code_entropy(lists, trainer.table.codes)
     measured.metrics[NTP] = best.validation[NTP]
     measured.validation, measured.curve = best.validation, best.curve
@@ -106,9 +122,9 @@ def costs(trainer: Trainer, decoder: Decoder) -> dict[str, float]:
 
 def alignment_facts(trainer: Trainer, before, after, judge, rounds: list[dict], start: float) -> dict[str, Any]:
     """Reward of the best test session before and after, of users with no pair and no training row of the reward model;
-    KL(after || before) per session on their sampled sessions."""
+    KL(after || before) of the served policies per session."""
     ctx, data, device = trainer.ctx, trainer.data, trainer.device
-    positions = np.flatnonzero(gate_users(data))
+    positions = np.flatnonzero(held_out_users(data))
     history = history_of(data, "test", positions, trainer.config.history)
     seen = data.seen("test", positions)
     found = {}
@@ -117,15 +133,14 @@ def alignment_facts(trainer: Trainer, before, after, judge, rounds: list[dict], 
         total = rewards(judge, history, made.items, device).mean(2)
         found[f"mean_reward_{name}"], found[f"max_reward_{name}"] = (
             float(total[:, 0].mean()),
-            float(total.max(1).mean()),
+            float(largest(total, np.isfinite(made.logp)).mean()),
         )
     noise = torch_generator("cpu", "kl", ctx.seed)
-    sampled = trainer.decoder(after).samples(history, seen, KL_SAMPLES, noise).items
-    config = settings(AlignmentConfig, ctx)
+    decoder = trainer.decoder(after)
+    sampled = decoder.samples(history, seen, KL_SAMPLES, noise).items
     return found | {
         "held_out_users": len(positions),
-        "kl_to_sft": divergence(after, before, history, sampled),
+        "kl_to_sft": divergence(decoder, before, history, seen, sampled),
         "ntp_before": start,
-        "contexts": len(contexts(data, config, ctx.seed)[0]),
         "rounds": rounds,
     }

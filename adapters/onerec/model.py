@@ -74,13 +74,17 @@ class SessionGenerator(SIDSeq2Seq):
         codes = self.item_codes[session]  # (B, m, L')
         return codes if self.settings.session == 1 else codes.flatten(1).unsqueeze(1)
 
+    def codes_of(self, session: Tensor) -> int:
+        """m L', the codes of each of sessions int64[.., m]."""
+        return session.shape[-1] * self.vocab.levels
+
     def ntp(self, batch: SessionBatch) -> Tensor:
         """L_NTP float32[B]: negative log-probability of every session, summed over its m L' codes."""
         return -path_logprob(self, self.read(batch.history), self.spelled(batch.session)).sum(1)
 
     def loss(self, batch: SessionBatch) -> Tensor:
-        """Mean negative log-probability of a code, and the weighted balance loss in training."""
-        loss = self.ntp(batch).mean() / (batch.session.shape[1] * self.vocab.levels)
+        """L_NTP / (m L'), mean over the sessions, and the weighted balance loss in training."""
+        loss = self.ntp(batch).mean() / self.codes_of(batch.session)
         mixtures = self.mixtures() if self.training else []
         return loss + self.settings.balance * sum(m.take_balance() for m in mixtures)
 

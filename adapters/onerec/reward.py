@@ -24,7 +24,7 @@ from auto_research.runtime.precision import float32_region
 from auto_research.runtime.seeds import stable_rng
 
 GATE = 0.65
-GATE_USERS = 0.1  # of the users, for the gate and for rewards before and after alignment
+HELD_OUT = 0.1  # of the users
 CHUNK = 512
 START = 0.3  # spread of item vectors: from 1, 400 steps did not reach the gate
 
@@ -110,11 +110,20 @@ def rewards(model: RewardModel, history: np.ndarray, sessions: np.ndarray, devic
     return np.concatenate(parts)
 
 
-def gate_users(data: SessionSplit) -> np.ndarray:
+def held_out_users(data: SessionSplit) -> np.ndarray:
     """bool[U]: users whose sessions neither train the reward model nor make preference pairs."""
+    return np.isin(data.users, _held_out(data))
+
+
+def gate_users(data: SessionSplit) -> np.ndarray:
+    """bool[U]: the half of them for the gate; the other half chooses among the looks of the reward's training."""
+    held = _held_out(data)
+    return np.isin(data.users, held[len(held) // 2 :])
+
+
+def _held_out(data: SessionSplit) -> np.ndarray:
     order = fixed_user_order(data.interactions.dataset, data.interactions.n_users)
-    order = order[np.isin(order, data.users)][::-1]
-    return np.isin(data.users, order[: max(1, int(len(data) * GATE_USERS))])
+    return order[np.isin(order, data.users)][::-1][: max(2, int(len(data) * HELD_OUT))]
 
 
 class RewardRows:
@@ -127,7 +136,7 @@ class RewardRows:
     def __init__(self, data: SessionSplit, pool: np.ndarray, *, history: int, batch: int, seed: int):
         self.data, self.pool, self.history, self.batch, self.seed = data, pool, history, batch, seed
         self.start, self.owner = data.windows()
-        self.gate = gate_users(data)[self.owner]
+        self.held, self.gate = held_out_users(data)[self.owner], gate_users(data)[self.owner]
         share = data.popularity[1:].astype(np.float64)
         self.popular = np.cumsum(share / share.sum())
         known = data.interactions.n_users + 1, data.n_items + 1
@@ -138,7 +147,7 @@ class RewardRows:
     def training(self, step: int) -> RewardBatch:
         """A batch of the users that are not held out."""
         rng = stable_rng("reward-rows", self.seed, step)
-        rows = rng.choice(np.flatnonzero(~self.gate), self.batch)
+        rows = rng.choice(np.flatnonzero(~self.held), self.batch)
         sessions, ratings, history = self.logged(rows)
         replaced = rng.integers(1, sessions.shape[1] + 1, len(rows))
         synthetic, none = self.replace(rows, sessions, replaced, rng)
@@ -146,10 +155,13 @@ class RewardRows:
         both = np.stack([sessions, synthetic], axis=1)
         return RewardBatch(torch.from_numpy(history), torch.from_numpy(both), torch.from_numpy(labels))
 
-    def gate_pairs(self, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """history int64[G, n] of held-out users and sessions int64[G, 2, m], the second with more items replaced."""
-        rng = stable_rng("reward-gate", self.seed)
-        rows = rng.choice(np.flatnonzero(self.gate), count)
+    def pairs(self, part: str, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """history int64[G, n] and sessions int64[G, 2, m], the second with more items replaced.
+
+        part: "choice" or "gate", of which half of the held-out users.
+        """
+        rng = stable_rng(f"reward-{part}", self.seed)
+        rows = rng.choice(np.flatnonzero(self.gate if part == "gate" else self.held & ~self.gate), count)
         sessions, _, history = self.logged(rows)
         m = sessions.shape[1]
         fewer = rng.integers(0, m, count)
@@ -187,8 +199,8 @@ class RewardRows:
         return np.where(generated & (made > 0), made, popular)
 
 
-def pairwise_accuracy(model: RewardModel, rows: RewardRows, count: int, device: torch.device) -> float:
-    """Share of held-out pairs whose session with fewer replaced items has the larger R; ties count half."""
-    history, sessions = rows.gate_pairs(count)
+def pairwise_accuracy(model: RewardModel, rows: RewardRows, part: str, count: int, device: torch.device) -> float:
+    """Share of held-out pairs of a part whose session with fewer replaced items has the larger R; ties count half."""
+    history, sessions = rows.pairs(part, count)
     total = rewards(model, history, sessions, device).mean(2)
     return float(((total[:, 0] > total[:, 1]) + 0.5 * (total[:, 0] == total[:, 1])).mean())

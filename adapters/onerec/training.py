@@ -12,7 +12,7 @@ from adapters.onerec.sessions import SessionSplit, SessionSteps, histories, targ
 from auto_research.blocks.semantic_ids import SIDTable, SIDVocab, require_hash
 from auto_research.experiment.context import Context
 from auto_research.runtime.files import read_json, write_json
-from auto_research.runtime.seeds import seed_everything
+from auto_research.runtime.seeds import seed_everything, stable_rng
 from auto_research.train.fitting import FitBudget, fit_model, load_split, settings
 from auto_research.train.state import StateFolder
 from auto_research.train.tuning import Trained, best_of_trials
@@ -61,7 +61,8 @@ class Trainer:
         self.vocab = SIDVocab.of(self.table)
         single = {"session": 1} if self.switch.get("pointwise") else {"session": self.data.size}
         self.config = settings(OneRecConfig, ctx, **single)
-        users = np.arange(len(self.data))[: ctx.budget.get("validation_users")]
+        order = stable_rng("validation-users").permutation(len(self.data))
+        users = np.sort(order[: ctx.budget.get("validation_users")])
         self.valid = target_batch(self.data, "valid", users, self.config.history)
 
     def build(self) -> SessionGenerator:

@@ -9,6 +9,7 @@ import pytest
 import synthetic
 import torch
 
+from adapters.onerec import alignment, experiment
 from adapters.onerec.alignment import (
     AlignmentConfig,
     Guard,
@@ -21,10 +22,11 @@ from adapters.onerec.alignment import (
     pair_terms,
     round_loss,
 )
-from adapters.onerec.decoding import Decoder, Sessions, best_of_scores, fill, first_beam_list, item_scores
+from adapters.onerec.decoding import Decoder, Ranking, Sessions, best_of_scores, fill, first_beam_list, item_scores
 from adapters.onerec.evaluation import code_entropy, genre_diversity, list_contributions
+from adapters.onerec.measuring import largest
 from adapters.onerec.model import OneRecConfig, SessionGenerator
-from adapters.onerec.reward import RewardConfig, RewardModel, RewardRows, gate_users, rewards
+from adapters.onerec.reward import RewardConfig, RewardModel, RewardRows, gate_users, held_out_users, rewards
 from adapters.onerec.sessions import SessionSplit, SessionSteps, histories, session_batch, target_batch
 from auto_research.blocks.preference import dpo, frozen_reference, weights_hash
 from auto_research.blocks.residual_kmeans import kmeans, rq_kmeans
@@ -80,8 +82,8 @@ def test_first_level_clusters_of_the_catalogue_are_full(movielens_100k):
     data = SessionSplit.build(load_interactions(movielens_100k / "canonical"))
     start, _ = data.windows()
     assert len(start) == 86_798
-    # The specification says 43,996; windows whose mean equals the user's up to rounding all count as passing here
-    # (tests/engine/data/test_rewards.py).
+    # 43,996 in the specification: the windows depend on the order inside a second, a hash here. By item number it is
+    # 43,934, in file order 43,969; rounding is not the cause (43,970 with exact means too).
     assert len(data.good_windows()[0]) == 43_970
     vectors = text_and_cf_vectors(
         load_text_vectors(movielens_100k / "texts"), item_cf_vectors(data.train_items(), data.n_items)
@@ -90,6 +92,23 @@ def test_first_level_clusters_of_the_catalogue_are_full(movielens_100k):
     assert size.max() == math.ceil(1682 / 24) == 71
     assert (size[:-1] == 71).all()
     assert size[-1] == 1682 - 23 * 71
+
+
+def test_plain_codes_come_from_the_switch(tmp_path, monkeypatch):
+    whole = synthetic.interactions(users=20)
+    monkeypatch.setattr(experiment, "load_data", lambda _: SessionSplit.build(whole, size=3))
+    text = np.random.default_rng(0).normal(size=(synthetic.ITEMS + 1, 64)).astype(np.float32)
+    monkeypatch.setattr(experiment, "load_text_vectors", lambda _: text)
+    size = {}
+    for name, switch in (("balanced", {"balanced": True}), ("plain", {"balanced": False})):
+        (tmp_path / name).mkdir()
+        budget = SimpleNamespace(codes=[6, 6, 6])
+        experiment.make_codes(
+            SimpleNamespace(switch=switch, budget=budget, seed=0, out=tmp_path / name, data=lambda _: None)
+        )
+        size[name] = np.bincount(SIDTable.load(tmp_path / name).codes[1:, 0], minlength=6)
+    assert size["balanced"].max() == synthetic.ITEMS / 6
+    assert size["plain"].max() > synthetic.ITEMS / 6
 
 
 # Session and history
@@ -215,19 +234,28 @@ def test_reward_loss_is_the_cross_entropy_of_four_labels(data):
     assert model.loss(batch).item() == pytest.approx(expected.item(), rel=1e-5)
 
 
-def test_gate_users_train_neither_reward_nor_pairs(data):
-    gate = gate_users(data)
-    assert 0 < gate.sum() < len(data)
+def test_held_out_users_train_neither_reward_nor_pairs():
+    data = SessionSplit.build(synthetic.interactions(users=40), size=3)
+    held, gate = held_out_users(data), gate_users(data)
+    assert (held.sum(), gate.sum(), (held & gate).sum()) == (4, 2, 2)
     rows = RewardRows(data, np.zeros((len(data), 0), dtype=np.int64), history=6, batch=64, seed=0)
-    mine = {tuple(s) for s in rows.logged(np.flatnonzero(rows.gate))[0].tolist()}
+    mine = {tuple(s) for s in rows.logged(np.flatnonzero(rows.held))[0].tolist()}
     for step in range(3):
         assert not mine & {tuple(s) for s in rows.training(step).sessions[:, 0].tolist()}
-    history, _ = rows.gate_pairs(50)
-    known = {tuple(h) for h in rows.logged(np.flatnonzero(rows.gate))[2].tolist()}
-    assert {tuple(h) for h in history.tolist()} <= known
-    _, owner = contexts(data, AlignmentConfig(contexts=100), seed=0)
-    assert not gate[owner].any()
-    assert len(owner) == (~gate).sum()
+    for part, users in (("gate", gate), ("choice", held & ~gate)):
+        history, _ = rows.pairs(part, 50)
+        known = {tuple(h) for h in rows.logged(np.flatnonzero(users[rows.owner]))[2].tolist()}
+        assert {tuple(h) for h in history.tolist()} <= known
+    _, owner = contexts(data, AlignmentConfig(contexts=100), 0, 0)
+    assert sorted(owner) == np.flatnonzero(~held).tolist()
+
+
+def test_rounds_align_on_contexts_of_their_own(data):
+    config = AlignmentConfig(contexts=12)
+    first, second = contexts(data, config, 0, 0), contexts(data, config, 0, 1)
+    assert len(first[0]) == len(second[0]) == 12
+    assert first[0].tolist() != second[0].tolist()
+    assert first[0].tolist() == contexts(data, config, 0, 0)[0].tolist()
 
 
 def test_synthetic_sessions_replace_by_unrated_items_and_label_them_zero(data):
@@ -291,9 +319,13 @@ def test_pairs_are_the_extremes_of_the_models_own_sessions(data, table):
     model = build(table)
     config = AlignmentConfig(contexts=12, candidates=6)
     decoder, pairs = pairs_of(model, table, data, config)
-    start, owner = contexts(data, config, 0)
+    start, owner = contexts(data, config, 0, 0)
     judged = judge(data)
     assert len(pairs.users) > 0
+    assert pairs.contexts == 12
+    for session, value in ((pairs.winner, pairs.won), (pairs.loser, pairs.lost)):
+        found = rewards(judged, pairs.history, session[:, None], CPU)[:, 0].mean(1)
+        assert found == pytest.approx(value, abs=1e-5)
     for n, user in enumerate(pairs.users):
         row = int(start[list(owner).index(user)])
         seen = data.interactions.item[data.first[user] : row].astype(np.int64)
@@ -337,11 +369,23 @@ def run_alignment(model, table, data, config, folder):
     return facts, curve, cost, seen
 
 
-def test_each_round_starts_from_the_last_and_takes_it_as_reference(data, table, tmp_path):
+def test_each_round_starts_from_the_last_and_takes_it_as_reference(data, table, tmp_path, monkeypatch):
     model = build(table)
     start = weights_hash(model)
-    config = AlignmentConfig(rounds=2, round_steps=4, check_steps=2, contexts=10, candidates=4, pair_batch=4, rate=1e-3)
+    config = AlignmentConfig(rounds=2, align_steps=8, check_steps=2, contexts=10, candidates=4, pair_batch=4, rate=1e-3)
+    made = []
+
+    def spy(decoder, *rest):
+        pairs = make_pairs(decoder, *rest)
+        made.append((weights_hash(decoder.model), pairs))
+        return pairs
+
+    monkeypatch.setattr(alignment, "make_pairs", spy)
     facts, curve, cost, seen = run_alignment(model, table, data, config, tmp_path)
+    assert [weights for weights, _ in made] == [start, seen[3][1]]  # round 2 learns from what M_1 makes
+    again = make_pairs(Decoder(build(table), table, CPU, beams=4), judge(data), data, config, 0, 1)
+    assert again.history.tolist() == made[1][1].history.tolist()
+    assert again.winner.tolist() != made[1][1].winner.tolist()
     assert facts[0]["reference"] == start
     assert facts[1]["reference"] == seen[3][1]  # the final weights of round 1
     assert weights_hash(model) == seen[-1][1]
@@ -351,7 +395,7 @@ def test_each_round_starts_from_the_last_and_takes_it_as_reference(data, table, 
 
 def test_without_pairs_alignment_is_further_supervised_training(data, table, tmp_path):
     model, plain = build(table), build(table)
-    config = AlignmentConfig(rounds=1, round_steps=4, check_steps=2, share=0.0, rate=1e-3)
+    config = AlignmentConfig(rounds=1, align_steps=4, check_steps=2, share=0.0, rate=1e-3)
     facts, *_ = run_alignment(model, table, data, config, tmp_path)
     assert facts[0]["pairs"] == 0
     steps = SessionSteps(data, batch=8, epoch_steps=2, history=CONFIG.history, seed=("round", 0, 0), device=CPU)
@@ -366,32 +410,57 @@ def test_without_pairs_alignment_is_further_supervised_training(data, table, tmp
     assert weights_hash(model) == weights_hash(plain)
 
 
-def test_without_ntp_only_the_pairs_count(data, table):
+def test_any_number_of_rounds_takes_the_same_steps():
+    for rounds in (1, 2, 3, 7):
+        config = AlignmentConfig(rounds=rounds, align_steps=20)
+        steps = [config.steps_of(n) for n in range(rounds)]
+        assert sum(steps) == 20
+        assert max(steps) - min(steps) <= 1
+
+
+def test_pairs_are_counted_and_their_absence_is_told():
+    rounds = [{"round": n + 1, "pairs": p, "contexts": 10} for n, p in enumerate((9, 4, 0))]
+    all_of_them, few, none = experiment.pair_notes(rounds, AlignmentConfig())
+    assert all_of_them == "pairs 9 of 10 contexts in round 1, 4 of 10 contexts in round 2, 0 of 10 contexts in round 3"
+    assert "round 2" in few
+    assert none.startswith("NO PREFERENCE in round 3")
+    assert experiment.pair_notes(rounds, AlignmentConfig(share=0.0)) == []
+
+
+def test_lambda_weighs_sums_over_a_session(data, table):
     model = build(table).train()
     config = AlignmentConfig(contexts=8, candidates=4, ntp=False, weight=0.5)
     _, pairs = pairs_of(model.eval(), table, data, config)
     batch = on_device(pairs, frozen_reference(model), CPU)
     loss = round_loss(model, SimpleNamespace(ordinary=None, pairs=batch), config)
-    assert loss.item() == pytest.approx(0.5 * math.log(2), abs=1e-6)
+    codes = 3 * 4  # m L'
+    assert loss.item() == pytest.approx(0.5 * math.log(2) / codes, abs=1e-6)
     both = AlignmentConfig(contexts=8, candidates=4, weight=0.5)
     ordinary = target_batch(data, "valid", np.arange(6), CONFIG.history)
     total = round_loss(model, SimpleNamespace(ordinary=ordinary, pairs=batch), both)
-    assert total.item() == pytest.approx(model.loss(ordinary).item() + loss.item(), abs=1e-5)
+    whole = model.ntp(ordinary).mean().item() + 0.5 * math.log(2)
+    assert total.item() == pytest.approx(whole / codes, abs=1e-5)
 
 
 def test_guard_keeps_the_last_look_inside_three_percent():
     losses = iter([1.0, 1.02, 1.04, 1.04])
     guard = Guard(lambda: next(losses), 1.0, active=True)
     assert [guard(None)["looks_inside"] for _ in range(3)] == [1, 2, -1]
-    guard.load_state_dict({"looks": 7})
-    guard.active = False
-    assert guard(None)["looks_inside"] == 8
+    losses = iter([1.04, 1.0, 1.0])
+    guard = Guard(lambda: next(losses), 1.0, active=True)
+    assert [guard(None)["looks_inside"] for _ in range(2)] == [-1, -1]  # outside once is outside
+    resumed = Guard(lambda: next(losses), 1.0, active=True)
+    resumed.load_state_dict(guard.state_dict())
+    assert resumed(None)["looks_inside"] == -1
+    free = Guard(lambda: 9.0, 1.0, active=False)
+    free.load_state_dict({"looks": 7, "left": False})
+    assert free(None)["looks_inside"] == 8
 
 
 def test_a_round_that_leaves_the_bound_at_once_changes_nothing(data, table, tmp_path):
     model = build(table)
     start = weights_hash(model)
-    config = AlignmentConfig(rounds=1, round_steps=4, check_steps=2, contexts=10, candidates=4, pair_batch=4, rate=3.0)
+    config = AlignmentConfig(rounds=1, align_steps=4, check_steps=2, contexts=10, candidates=4, pair_batch=4, rate=3.0)
     facts, *_ = run_alignment(model, table, data, config, tmp_path)
     assert facts[0]["kept_looks"] == 0
     assert weights_hash(model) == start
@@ -402,9 +471,22 @@ def test_divergence_is_zero_for_equal_models_and_positive_otherwise(data, table)
     history = histories(data, data.target_start("test"), np.arange(len(data)), CONFIG.history)[:4]
     decoder = Decoder(model, table, CPU, beams=4)
     noise = torch.Generator().manual_seed(0)
-    sampled = decoder.samples(history, data.seen("test", np.arange(4)), 8, noise).items
-    assert divergence(model, model, history, sampled) == pytest.approx(0, abs=1e-6)
-    assert divergence(model, other, history, sampled) > 0.01
+    seen = data.seen("test", np.arange(4))
+    sampled = decoder.samples(history, seen, 8, noise).items
+    assert divergence(decoder, model, history, seen, sampled) == pytest.approx(0, abs=1e-6)
+    assert divergence(decoder, other, history, seen, sampled) > 0.01
+
+
+def test_the_served_policy_sums_to_one_over_the_sessions_it_may_make():
+    codes = np.array([[0, 0, 0], [0, 1, 0], [1, 0, 1], [1, 1, 1]])
+    table = resolve_collisions(codes, (2, 2, 2), "suffix")
+    model = build(table, session=2)
+    decoder, history = Decoder(model, table, CPU), torch.tensor([[0, 0, 0, 0, 1, 2]])
+    for seen in ([], [3]):
+        ordered = torch.tensor(list(itertools.permutations([i for i in range(1, 5) if i not in seen], 2)))[None]
+        choices = decoder.choices([np.array(seen, dtype=np.int64)], ordered)
+        assert log_sessions(model, history, ordered, choices).exp().sum().item() == pytest.approx(1, abs=1e-5)
+        assert log_sessions(model, history, ordered).exp().sum().item() < 0.9  # the vocabulary's softmax wastes some
 
 
 # Decoding
@@ -426,14 +508,17 @@ def test_session_beam_equals_brute_force_over_ordered_pairs():
 
 
 def test_item_scores_add_up_the_beams():
-    items = np.array([[[3, 1], [3, 2], [0, 0]]])
+    items = np.array([[[3, 1], [2, 1], [0, 0]]])
     sessions = Sessions(items, np.log(np.array([[0.5, 0.2, 1.0]])))
     sessions.logp[0, 2] = -np.inf
     scores = item_scores(sessions, 4)
-    assert np.exp(scores[0]).tolist() == pytest.approx([0, 0.5, 0.2, 0.7, 0])
-    assert best_of_scores(scores, 4)[0].tolist() == [3, 1, 2, 0]
+    assert np.exp(scores[0]).tolist() == pytest.approx([0, 0.7, 0.2, 0.5, 0])
+    assert best_of_scores(scores, 4)[0].tolist() == [1, 3, 2, 0]
     assert fill(np.array([[3, 1, 2, 0]]), np.array([[2, 3, 4]])).tolist() == [[3, 1, 2, 4]]
     assert first_beam_list(sessions, 4)[0].tolist() == [3, 1, 2, 0]
+    opening = np.array([[2, 9, 8, 7, 6, 5, 4]])
+    ranking = Ranking(np.zeros((1, 10)), sessions, opening, np.zeros((1, 10), dtype=bool))
+    assert ranking.first_beam()[0].tolist() == [3, 1, 2, 9, 8, 7, 6, 5, 4, 0]
 
 
 def test_lists_are_full_distinct_and_unseen(data, table):
@@ -441,7 +526,10 @@ def test_lists_are_full_distinct_and_unseen(data, table):
         decoder = Decoder(build(table, session=session), table, CPU, beams=4)
         users = np.arange(5)
         seen = data.seen("test", users)
-        lists, sessions, opened = decoder.lists(histories(data, data.target_start("test"), np.arange(20), 6)[:5], seen)
+        lists, sessions, opening, opened = decoder.lists(
+            histories(data, data.target_start("test"), np.arange(20), 6)[:5], seen
+        )
+        assert np.isin(lists[opened], opening).all()
         assert lists.shape == (5, 10)
         for row in users:
             assert len(set(lists[row].tolist()) - {0}) == 10
@@ -461,6 +549,13 @@ def test_list_metrics_against_a_set():
     assert found["recall@10"].tolist() == pytest.approx([2 / 3, 1 / 3])
     expected = [(1 / math.log2(3) + 1 / math.log2(5)) / ideal, 1 / math.log2(3) / ideal]
     assert found["ndcg@10"].tolist() == pytest.approx(expected)
+
+
+def test_largest_rewards_leave_out_sessions_that_do_not_exist():
+    values = np.array([[0.3, 0.9, 0.5], [0.1, 0.2, 0.8]])
+    real = np.array([[True, False, True], [False, False, False]])
+    assert largest(values, real).tolist() == [0.5, 0.1]
+    assert largest(np.stack([values, -values], axis=2), real).tolist() == [[0.5, -0.3], [0.1, -0.1]]
 
 
 def test_diversity_and_code_entropy():
