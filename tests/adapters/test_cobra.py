@@ -537,6 +537,19 @@ def test_arms_have_the_metrics_of_the_card(runs, name):
     assert metrics["recall@50"] <= metrics["recall@100"]
 
 
+def test_the_epoch_is_chosen_with_fusion_in_both_arms(runs, monkeypatch, tmp_path):
+    used, answer = [], experiment.lister_of
+
+    def seen(server, fusion, *rest):
+        used.append(fusion)
+        return answer(server, fusion, *rest)
+
+    monkeypatch.setattr(experiment, "lister_of", seen)
+    runs.seen("cobra_wo_beamfusion", "chosen", "trained", workdir=tmp_path)
+    assert used
+    assert set(used) == {Fusion()}
+
+
 def test_validation_uses_its_own_beam(runs, monkeypatch):
     """The ids-only arm searches with validation_beam while it trains and with beam at the end."""
     widths = []
