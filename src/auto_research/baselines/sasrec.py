@@ -21,7 +21,15 @@ from auto_research.evaluate.next_item import Measure, measure_next_item
 from auto_research.experiment.contract import Measurement
 from auto_research.runtime.seeds import seed_everything
 from auto_research.train.fitting import FitBudget, fit_model
-from auto_research.train.next_item import SELECTION, EpochWindows, NextItemBudget, next_item_loss, train_next_item
+from auto_research.train.next_item import (
+    BETAS,
+    SELECTION,
+    EpochWindows,
+    NextItemBudget,
+    next_item_loss,
+    train_next_item,
+)
+from auto_research.train.optimizer import adamw
 from auto_research.train.state import StateFolder
 from auto_research.train.tuning import Trained
 
@@ -86,9 +94,11 @@ def fit_split(
     settings = {**SIZES, **RECIPE, **overrides}
     budget = NextItemBudget.of(settings)
     model = SASRec(sequences.n_items, budget.length, TransformerConfig(**{name: settings[name] for name in SIZES}))
+    model.to(device)
+    rate, decay = hyperparameters["learning_rate"], hyperparameters.get("weight_decay", 0.0)
     return fit_model(
         ctx,
-        model.to(device),
+        model,
         hyperparameters,
         state,
         budget=FitBudget.of(vars(budget)),
@@ -96,6 +106,7 @@ def fit_split(
         loss=next_item_loss,
         validate=validate,
         key=key,
+        optimizer=adamw(model, rate, decay, betas=BETAS),
     )
 
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from auto_research.experiment.context import Context
 
 SELECTION = "ndcg@10"
+BETAS = (0.9, 0.98)
 
 
 @dataclass(frozen=True)
@@ -205,7 +206,7 @@ def train_next_item(
         score = model_scorer(model, sequences, budget.length, device)
         fitted = fit(
             model,
-            adamw(model, hyperparameters["learning_rate"], hyperparameters.get("weight_decay", 0.0), betas=(0.9, 0.98)),
+            adamw(model, hyperparameters["learning_rate"], hyperparameters.get("weight_decay", 0.0), betas=BETAS),
             Plan(
                 budget.epochs,
                 budget.steps,
