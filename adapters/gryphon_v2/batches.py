@@ -23,7 +23,8 @@ from auto_research.runtime.seeds import stable_rng
 @dataclass(frozen=True)
 class BatchRule:
     """history, long_history: events that student and teacher read.  batch: cuts of a step.  rollout_users: the first of
-    them, which have pools.  negatives: uniform unseen items.  rollout_items: most items of a rollout.
+    them, which have pools.  negatives: uniform items, neither seen nor logged from the cut on.  rollout_items: most
+    items of a rollout.
     """
 
     history: int = 50
@@ -38,8 +39,8 @@ class BatchRule:
 class CutBatch:
     """B cuts; a cut is a positive event of training, and everything before it is history. R <= B rows have pools.
 
-    history: student windows [B, n].  target: int64[B].  negative: int64[B, M] unseen items.  event, rating: int64[B, W]
-    the logged events from the cut on, 0 padded (column 0 is the target).
+    history: student windows [B, n].  target: int64[B].  negative: int64[B, M] items outside history and event.
+    event, rating: int64[B, W] the logged events from the cut on, 0 padded (column 0 is the target).
     seen: int64[R, S] history items.  long: teacher windows [R, N].  uniform: int64[R, K] unseen items for a random pool.
     """
 
@@ -101,7 +102,7 @@ def cut_batch(
     event, rating = logged_events(rows, np.minimum(rows + WINDOW, data.train_stop[owner]), data)
     seen = seen_items(data, owner, rows)
     target = torch.from_numpy(data.interactions.item[rows].astype(np.int64))
-    drawn = unseen_items(torch.cat([seen, target[:, None]], 1).numpy(), data.n_items, rule.negatives, rng)
+    drawn = unseen_items(torch.cat([seen, event], 1).numpy(), data.n_items, rule.negatives, rng)
     uniform = unseen_items(seen[:pools].numpy(), data.n_items, rule.rollout_items, rng)
     return CutBatch(
         history=event_windows(data, owner, rows, rule.history),

@@ -13,7 +13,7 @@ from adapters.gryphon_v2.model import Gryphon, rollout
 from adapters.gryphon_v2.teacher import Teacher, weighted_pair_accuracy
 from auto_research.blocks.beam_search import exhaustive_sid_scores
 from auto_research.blocks.sid_models import path_logprob
-from auto_research.evaluate.next_list import Lister, measure_next_list
+from auto_research.evaluate.next_list import Lister, Lists, measure_next_list, split_lists
 from auto_research.evaluate.serving import median_seconds
 from auto_research.experiment.contract import Measurement, Units
 from auto_research.metrics.cost import count_params, flops_of
@@ -81,15 +81,15 @@ def gryphon_lister(
     'judge' by another scorer.
     """
 
+    @torch.no_grad()
     def lists(split: str, positions: np.ndarray) -> np.ndarray:
         model.eval()
         stop = data.cut(split)[positions]
         window = event_windows(data, positions, stop, model.config.history).to(device)
         seen = seen_items(data, positions, stop).to(device)
-        served = model.serve(window, seen, width=width, count=count, top=count)
         if order == "rank":
-            return served.top.cpu().numpy()
-        found = served.candidates.cpu().numpy()
+            return model.serve(window, seen, width=width, count=count, top=count).top.cpu().numpy()
+        found = model.candidates(model.encode(window, rank=False), seen, width, count).cpu().numpy()
         if order == "beam":
             return found
         scores = np.where(found > 0, judge(positions, stop, found), -np.inf)
@@ -99,15 +99,33 @@ def gryphon_lister(
 
 
 def measured(lister: Lister, score: Scorer, data: FeedbackSplit, count: int) -> Measurement:
-    """Test metrics of lists of `count` items, and the weighted pair accuracy of the rating windows."""
-    found = measure_next_list(lister, data, at=(10, count), chunk=CHUNK)
+    """Test metrics of lists of up to `count` items, and the weighted pair accuracy of the rating windows.
+
+    candidate_recall is the recall of the whole list and candidates the number of items in it.
+    """
+
+    def also(lists: Lists) -> dict[str, np.ndarray]:
+        return {"candidates": (lists.items > 0).sum(1).astype(np.float64)}
+
+    found = measure_next_list(lister, data, at=(10, count), also=also, chunk=CHUNK)
     for table in (found.metrics, found.units):
         table.pop(f"ndcg@{count}")
         table["candidate_recall"] = table.pop(f"recall@{count}")
-    users, accuracy = pair_accuracy(score, data)
-    found.metrics["weighted_pair_accuracy"] = float(accuracy.mean())
-    found.units["weighted_pair_accuracy"] = Units("user", users, accuracy)
+    add_units(found, {"weighted_pair_accuracy": pair_accuracy(score, data)})
     return found
+
+
+def add_beam_order(found: Measurement, by_beam: Lister, data: FeedbackSplit) -> None:
+    """Add beam_order_ndcg@10, of the same candidates in the order of the beam, and ranking_gain@10 = ndcg@10 less it."""
+    beam = split_lists(by_beam, data, "test", chunk=CHUNK).ndcg(10)
+    gain = np.asarray(found.units["ndcg@10"].values) - beam
+    add_units(found, {"beam_order_ndcg@10": (data.users, beam), "ranking_gain@10": (data.users, gain)})
+
+
+def add_units(found: Measurement, values: dict[str, tuple[np.ndarray, np.ndarray]]) -> None:
+    """Add metrics given by user ids and their contributions."""
+    for name, (users, value) in values.items():
+        found.metrics[name], found.units[name] = float(value.mean()), Units("user", users, value)
 
 
 def pair_accuracy(score: Scorer, data: FeedbackSplit, split: str = "test") -> tuple[np.ndarray, np.ndarray]:
@@ -133,28 +151,34 @@ def pair_accuracy(score: Scorer, data: FeedbackSplit, split: str = "test") -> tu
 
 @torch.no_grad()
 def agreement(
-    model: Gryphon, teacher: Teacher, data: FeedbackSplit, device: torch.device, *, width: int, count: int
-) -> dict[str, float]:
-    """Student against teacher on the model's own rollouts and on the logged events from every test target on."""
-    model.eval()
+    model: Gryphon, teacher: Teacher, generator: Gryphon, data: FeedbackSplit, device: torch.device, *, width: int,
+    count: int,
+) -> dict[str, tuple[np.ndarray, np.ndarray]]:  # fmt: skip
+    """Student against teacher before every test target: user ids and contributions of each measure.
+
+    distill_mae_rollout, kendall_tau: on rollouts of `generator`, which is not the model, so that every student answers
+    for the same items.  distill_mae_impression: on the logged events from the target on.
+    """
+    generator.eval()
     ours, theirs = gryphon_scorer(model, data, device), teacher_scorer(teacher, data, device)
-    errors, taus = {"rollout": [], "impression": []}, []
+    values: dict[str, list[float]] = {"distill_mae_rollout": [], "distill_mae_impression": [], "kendall_tau": []}
     for start in range(0, len(data), CHUNK):
         positions = np.arange(start, min(start + CHUNK, len(data)))
         stop = data.test_target[positions]
-        window = event_windows(data, positions, stop, model.config.history).to(device)
+        window = event_windows(data, positions, stop, generator.config.history).to(device)
         seen = seen_items(data, positions, stop).to(device)
         pools = {
-            "rollout": rollout(model, window, seen, width=width, count=count).cpu().numpy(),
+            "rollout": rollout(generator, window, seen, width=width, count=count).cpu().numpy(),
             "impression": logged_events(stop, np.minimum(stop + WINDOW, data.end[positions]), data)[0].numpy(),
         }
         for name, item in pools.items():
-            student, taught, real = ours(positions, stop, item), theirs(positions, stop, item), item > 0
-            errors[name].append(np.abs(student - taught)[real])
-            if name == "rollout":
-                taus += [kendall_tau(a[r], b[r]) for a, b, r in zip(student, taught, real, strict=True) if r.sum() > 1]
-    found = {f"distill_mae_{name}": float(np.concatenate(parts).mean()) for name, parts in errors.items()}
-    return found | {"kendall_tau": float(np.mean(taus))}
+            student, taught = ours(positions, stop, item), theirs(positions, stop, item)
+            for s, t, real in zip(student, taught, item > 0, strict=True):
+                values[f"distill_mae_{name}"].append(float(np.abs(s - t)[real].mean()) if real.any() else np.nan)
+                if name == "rollout":
+                    values["kendall_tau"].append(kendall_tau(s[real], t[real]) if real.sum() > 1 else np.nan)
+    found = {name: np.array(column) for name, column in values.items()}
+    return {name: (data.users[~np.isnan(v)], v[~np.isnan(v)]) for name, v in found.items()}
 
 
 def kendall_tau(a: np.ndarray, b: np.ndarray) -> float:

@@ -1,11 +1,13 @@
 """Stages of Gryphon-v2: tokenizer, teacher and generator warm-up as artifacts, then one arm per way to rank.
 
 What makes an arm differ is its `switch` in card.yaml (fields of GryphonConfig and JointRule, and the tokenizer); sizes
-are in the budget. Arms with the shape of the warm-up begin from it; others warm up for as many steps themselves.
+are in the budget. `separate: matched` is a cascade with as many parameters, `separate: true` one with encoders of the
+same size. Arms with the shape of the warm-up begin from it; others warm up for as many steps with its hyperparameters.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,8 @@ from scipy import sparse
 from adapters.gryphon_v2.evaluation import (
     CHUNK,
     Scorer,
+    add_beam_order,
+    add_units,
     agreement,
     gryphon_lister,
     gryphon_scorer,
@@ -38,6 +42,7 @@ from adapters.gryphon_v2.stages import (
     save_warm_up,
     train_joint,
     train_teacher,
+    warm_up_curve,
     warm_up_model,
 )
 from adapters.gryphon_v2.training import JointRule
@@ -53,6 +58,7 @@ from auto_research.experiment.contract import Experiment, Measurement
 from auto_research.experiment.studies import study
 from auto_research.metrics.cost import count_params, flops_of
 from auto_research.runtime.devices import device_for
+from auto_research.runtime.errors import ConfigError, RunFailure
 from auto_research.runtime.files import write_json
 from auto_research.runtime.seeds import seed_everything
 from auto_research.train.fitting import load_split, settings
@@ -100,8 +106,9 @@ def teacher(ctx: Context) -> None:
     data, text = load_data(ctx), load_text(ctx)
     trained = train_teacher(ctx, data, text, device)
     score = teacher_scorer(trained.model, data, device)
-    some = np.arange(min(ctx.budget.teacher_users, len(data)))
-    recall = split_lists(score_lister(score, data, 10), data, "valid", positions=some, chunk=CHUNK).recall(10)
+    some = data.restrict(ctx.budget.teacher_users)
+    some_score = teacher_scorer(trained.model, some, device)
+    recall = split_lists(score_lister(some_score, some, 10), some, "valid", chunk=CHUNK).recall(10)
     quality = {
         "weighted_pair_accuracy": float(pair_accuracy(score, data, "valid")[1].mean()),
         "recall@10": float(recall.mean()),
@@ -115,11 +122,16 @@ def teacher(ctx: Context) -> None:
 def warm_up(ctx: Context) -> None:
     """The generator after L_NTP alone, from which most arms begin."""
     device = device_for(ctx.device)
-    table = SIDTable.load(ctx.artifact("tokenizer"))
     seed_everything(ctx.seed)
-    model = Gryphon(settings(GryphonConfig, ctx, ranker=False), table, load_text(ctx)).to(device)
-    warm_up_model(ctx, model, ctx.budget.trials[0], load_data(ctx), device, ctx.state)
-    save_warm_up(ctx.out, model)
+    model = bare_generator(ctx, load_text(ctx), device)
+    trained = warm_up_model(ctx, model, ctx.budget.trials[0], load_data(ctx), device, ctx.state)
+    save_warm_up(ctx.out, model, warm_up_curve(trained))
+
+
+def bare_generator(ctx: Context, text: torch.Tensor, device: torch.device) -> Gryphon:
+    """A generator without a ranking module, in the shape of the shared warm-up, with fresh weights."""
+    config = settings(GryphonConfig, ctx, ranker=False, separate=False, decoder="sid")
+    return Gryphon(config, SIDTable.load(ctx.artifact("tokenizer")), text).to(device)
 
 
 class Student:
@@ -134,22 +146,30 @@ class Student:
         self.table = SIDTable.load(ctx.artifact(self.tokenizer))
         self.config = settings(GryphonConfig, ctx, ranker=self.rule.ranking != "none", separate=False)
         self.shared = self.config
-        if switch.get("separate"):
+        separate = switch.get("separate", False)
+        if separate == "matched":
             self.config = matched_config(self.config, self.table, self.text)
-        self.own_warm_up = self.config.separate or self.tokenizer != "tokenizer"
-        self.teacher = self.teacher_hash = None
+        elif isinstance(separate, bool):
+            self.config = replace(self.config, separate=separate)
+        else:
+            raise ConfigError(f"separate: {separate!r}; known: true, false, matched")
+        self.own_warm_up = self.config.separate or self.tokenizer != "tokenizer" or self.config.decoder != "sid"
+        self.warm_up: list[dict[str, float]] = []
+        self.teacher, self.teacher_facts = None, {}
         if self.rule.ranking == "distill":
-            self.teacher, self.teacher_hash = load_teacher(ctx.artifact("teacher"), self.text, device)
+            self.teacher, self.teacher_facts = load_teacher(ctx.artifact("teacher"), self.text, device)
         self.serving = {"width": ctx.budget.beam, "count": ctx.budget.cap}
 
     def train(self, hyperparameters: dict[str, Any], state: StateFolder) -> Trained:
         seed_everything(self.ctx.seed)
         model = Gryphon(self.config, self.table, self.text).to(self.device)
         if self.own_warm_up:
-            folder = state.child("warm-up")
-            warm_up_model(self.ctx, model, hyperparameters, self.data, self.device, folder, observed=True)
+            # trained once for all trials, with the hyperparameters of the shared warm-up
+            folder, first = self.ctx.state.child("warm-up"), self.ctx.budget.trials[0]
+            warmed = warm_up_model(self.ctx, model, first, self.data, self.device, folder, observed=True)
+            self.warm_up = warm_up_curve(warmed)
         else:
-            load_warm_up(self.ctx.artifact("warm_up"), model)
+            self.warm_up = load_warm_up(self.ctx.artifact("warm_up"), model)
         return train_joint(
             self.ctx,
             model,
@@ -163,7 +183,10 @@ class Student:
         )
 
     def measure(self, best: Trained, trials: list[dict], *, judge: str = "own") -> Measurement:
-        """Test measurement; judge 'teacher' lets the teacher order the candidates and the logged events."""
+        """Test measurement; judge 'teacher' lets the teacher order the candidates and the logged events.
+
+        A judge's validation is of its own lists (the student is chosen by the student's), and it has no serving cost.
+        """
         model, data, device = best.model.eval(), self.data, self.device
         score = gryphon_scorer(model, data, device)
         lister = gryphon_lister(model, data, device, **self.serving)
@@ -180,24 +203,30 @@ class Student:
             score = teacher_scorer(self.teacher, data, device)
             lister = gryphon_lister(model, data, device, **self.serving, order="judge", judge=score)
         found = measured(lister, score, data, self.serving["count"])
-        by_beam = gryphon_lister(model, data, device, **self.serving, order="beam")
-        found.extra["beam_order_ndcg@10"] = float(split_lists(by_beam, data, "test", chunk=CHUNK).ndcg(10).mean())
+        add_beam_order(found, gryphon_lister(model, data, device, **self.serving, order="beam"), data)
         self._agreement(found, model, judge)
-        found.validation, found.curve = best.validation, best.curve
         found.hyperparameters, found.trials = best.hyperparameters, trials
-        found.cost |= best.cost | serving_cost(model, data, device, **self.serving)
-        found.cost["params"] = count_params(model)
-        found.extra["semantic_ids"] = self.table.statistics()
+        found.cost |= best.cost | {"params": count_params(model)}
+        if judge == "teacher":
+            found.validation = validation_lists(lister, data)
+            found.cost["params"] += self.teacher_facts["params"]
+        else:
+            found.validation, found.curve = best.validation, best.curve
+            found.cost |= serving_cost(model, data, device, **self.serving)
+        found.extra |= {"semantic_ids": self.table.statistics(), "warm_up": self.warm_up}
         return found
 
     def _agreement(self, found: Measurement, model: Gryphon, judge: str) -> None:
         if self.teacher is None:
             return
-        if model.config.ranker and judge == "own":
+        if weights_hash(self.teacher) != self.teacher_facts["hash"]:
+            raise RunFailure(f"{self.ctx.stage}: the frozen teacher changed while the student trained")
+        found.extra["teacher"] = {name: self.teacher_facts[name] for name in ("hash", "validation", "params")}
+        if judge == "own":
+            generator = bare_generator(self.ctx, self.text, self.device)
+            load_warm_up(self.ctx.artifact("warm_up"), generator)
             pools = {"width": self.rule.rollout_beam, "count": self.rule.rollout_items}
-            found.metrics |= agreement(model, self.teacher, self.data, self.device, **pools)
-        unchanged = weights_hash(self.teacher) == self.teacher_hash
-        found.extra["teacher"] = {"hash": self.teacher_hash, "unchanged": unchanged}
+            add_units(found, agreement(model, self.teacher, generator, self.data, self.device, **pools))
 
     def versus_cascade(self, model: Gryphon) -> dict[str, Any]:
         """FLOPs and milliseconds of a request at several caps, beside a cascade with as many parameters (untrained)."""
@@ -210,7 +239,7 @@ class Student:
             ]
             flops[name] = [(cap, cost["flops"]) for cap, cost in costs]
             times[name] = [(cap, cost["request_ms"]) for cap, cost in costs]
-        x = "candidates of a request"
+        x = f"candidate slots of a request, beam {self.serving['width']}"
         return {"flops_per_request": study(x, "FLOPs", flops), "request_ms": study(x, "milliseconds", times)}
 
 
@@ -269,6 +298,11 @@ def gr_beam(ctx: Context) -> Measurement:
 
 @experiment.arm
 def cascade(ctx: Context) -> Measurement:
+    return run_student(ctx, device_for(ctx.device))
+
+
+@experiment.arm
+def label_training(ctx: Context) -> Measurement:
     return run_student(ctx, device_for(ctx.device))
 
 

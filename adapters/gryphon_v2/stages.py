@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from adapters.gryphon_v2.batches import BatchRule, CutBatches
-from adapters.gryphon_v2.evaluation import Scorer
+from adapters.gryphon_v2.evaluation import Scorer, gryphon_lister
 from adapters.gryphon_v2.events import FeedbackSplit
 from adapters.gryphon_v2.model import Gryphon
 from adapters.gryphon_v2.teacher import Teacher, TeacherConfig
@@ -48,11 +48,11 @@ def build_table(
     return resolve_collisions(codes, sizes, mode, popularity=data.popularity())
 
 
-def stage_budget(ctx: Context, steps: int) -> FitBudget:
-    """`steps` in epochs of the budget's `epoch_steps`, after each of which there is a validation."""
+def stage_budget(ctx: Context, steps: int, validate_every: int = 1) -> FitBudget:
+    """`steps` in epochs of the budget's `epoch_steps`, with a validation after every `validate_every` of them."""
     every = min(ctx.budget.epoch_steps, steps)
     epochs = -(-steps // every)
-    return FitBudget(epochs=epochs, steps=steps, patience=None, warmup=ctx.budget.warmup, validate_every=1)
+    return FitBudget(epochs=epochs, steps=steps, patience=None, warmup=ctx.budget.warmup, validate_every=validate_every)
 
 
 def batches_of(ctx: Context, data: FeedbackSplit, rule: BatchRule, device: torch.device, name: str) -> CutBatches:
@@ -76,7 +76,7 @@ def train_teacher(ctx: Context, data: FeedbackSplit, text: Tensor, device: torch
         ctx.state,
         budget=stage_budget(ctx, ctx.budget.teacher_steps),
         batches=source.epoch,
-        loss=lambda model, batch: model.loss(batch),
+        loss=lambda model, batch: model.loss(batch, ctx.budget.get("next_positives", 1)),
         validate=lambda model: {},
         key=None,
         observed=False,
@@ -98,14 +98,14 @@ def save_teacher(folder: Path, teacher: Teacher, facts: dict[str, Any]) -> None:
     write_json(folder / "teacher.json", {"config": asdict(teacher.config), "hash": weights_hash(teacher), **facts})
 
 
-def load_teacher(folder: Path, text: Tensor, device: torch.device) -> tuple[Teacher, str]:
-    """The frozen teacher and the hash of its weights. CorruptFile when they are not those that were saved."""
+def load_teacher(folder: Path, text: Tensor, device: torch.device) -> tuple[Teacher, dict[str, Any]]:
+    """The frozen teacher and teacher.json. CorruptFile when its weights are not those that were saved."""
     facts = read_json(folder / "teacher.json")
     teacher = Teacher(TeacherConfig(**facts["config"]), text)
     teacher.load_state_dict(load_file(folder / "teacher.safetensors"))
     if weights_hash(teacher) != facts["hash"]:
         raise CorruptFile(f"{folder}: the weights of the teacher are not those of teacher.json; build it again")
-    return teacher.requires_grad_(False).eval().to(device), facts["hash"]
+    return teacher.requires_grad_(False).eval().to(device), facts
 
 
 def _save(folder: Path, name: str, model: torch.nn.Module) -> None:
@@ -117,39 +117,47 @@ def warm_up_model(
     ctx: Context, model: Gryphon, hyperparameters: dict[str, Any], data: FeedbackSplit, device: torch.device,
     state: StateFolder, *, observed: bool = False,
 ) -> Trained:  # fmt: skip
-    """L_NTP alone for the budget's `warm_up_steps`; the last weights stand."""
+    """L_NTP alone for the budget's `warm_up_steps`; the last weights stand. Validated in the order of the beam."""
     source = batches_of(ctx, data, settings(BatchRule, ctx, long_history=1, rollout_users=1), device, "warm-up")
+    lister = gryphon_lister(model, data, device, width=ctx.budget.beam, count=ctx.budget.cap, order="beam")
     seed_everything(ctx.seed)  # the same dropout whatever was built beside the generator
     return fit_model(
         ctx,
         model,
         hyperparameters,
         state,
-        budget=stage_budget(ctx, ctx.budget.warm_up_steps),
+        budget=stage_budget(ctx, ctx.budget.warm_up_steps, ctx.budget.get("warm_up_validate_every", 1)),
         batches=source.epoch,
         loss=JointLoss(settings(JointRule, ctx, ranking="none")),
-        validate=lambda model: {},
+        validate=lambda model: validation_lists(lister, data),
         key=None,
         observed=observed,
     )
 
 
-def save_warm_up(folder: Path, model: Gryphon) -> None:
-    """generator.safetensors, and the semantic ids it was trained on."""
+def warm_up_curve(trained: Trained) -> list[dict[str, float]]:
+    """step, loss and validation ndcg@10 of the validated epochs."""
+    return [{key: row[key] for key in ("step", "loss", SELECTION)} for row in trained.curve if SELECTION in row]
+
+
+def save_warm_up(folder: Path, model: Gryphon, curve: list[dict[str, float]]) -> None:
+    """generator.safetensors, and the semantic ids it was trained on with its curve."""
     _save(folder, "generator", model)
-    write_json(folder / "generator.json", {"semantic_ids": model.sid.content_hash, "hash": weights_hash(model)})
+    facts = {"semantic_ids": model.sid.content_hash, "hash": weights_hash(model), "curve": curve}
+    write_json(folder / "generator.json", facts)
 
 
-def load_warm_up(folder: Path, model: Gryphon) -> None:
+def load_warm_up(folder: Path, model: Gryphon) -> list[dict[str, float]]:
     """Put the weights of the warm-up into a model of the same sizes; parts it does not have keep their start.
 
-    Raises ConfigError when it was trained on other semantic ids.
+    Returns the curve of the warm-up. Raises ConfigError when it was trained on other semantic ids.
     """
     facts = read_json(folder / "generator.json")
     require_hash(facts["semantic_ids"], model.sid.content_hash, str(folder))
     missing, unexpected = model.load_state_dict(load_file(folder / "generator.safetensors"), strict=False)
     if unexpected or any(not name.startswith("ranker.") for name in missing):
         raise CorruptFile(f"{folder}: the warm-up is of another model; build it again")
+    return facts["curve"]
 
 
 def train_joint(
@@ -190,7 +198,7 @@ def batch_rule(ctx: Context, rule: JointRule) -> BatchRule:
 def joint_batch_flops(
     ctx: Context, model: Gryphon, rule: JointRule, data: FeedbackSplit, device: torch.device, teacher: Teacher
 ) -> dict[str, float]:
-    """FLOPs of a joint step and the share of it that making the pools and asking the teacher take."""
+    """FLOPs of a joint step and the shares of them that making the pools and asking the teacher take."""
     model = copy.deepcopy(model).train()
     loss = JointLoss(rule, teacher, model if rule.pool == "static" else None)
     batch = batches_of(ctx, data, batch_rule(ctx, rule), device, "joint").at(0)
@@ -198,7 +206,7 @@ def joint_batch_flops(
     pool = loss.pool(model, batch)
     rollout = flops_of(lambda: loss.pool(model, batch))
     taught = flops_of(lambda: loss.taught(batch, pool))
-    return {"step_flops": float(step), "rollout_share": rollout / step, "teacher_share": taught / step}
+    return {"step_flops": float(step), "rollout_flop_share": rollout / step, "teacher_flop_share": taught / step}
 
 
 def positive_sequences(data: FeedbackSplit) -> LeaveTwoOut:

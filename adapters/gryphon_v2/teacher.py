@@ -1,9 +1,10 @@
 """The training-only teacher: a longer history, and candidates that read it in every layer.
 
-    L_T = sum_{r_i > r_j} |r_i - r_j| softplus(-(s_i - s_j)) / sum |r_i - r_j|  +  CE(next positive against unseen items)
+    L_T = sum_{r_i > r_j} |r_i - r_j| softplus(-(s_i - s_j)) / sum |r_i - r_j|  +  CE(positives against unseen items)
 
-The pairs are of one impression window (the logged events from the cut on); the second term makes scores of items that
-were never shown comparable with them. Shapes: B cuts, N events, C candidates, W events of a window, M negatives.
+The pairs are of one impression window (the logged events from the cut on); the second term, the mean over its first
+positives (one in the card), makes scores of items that were never shown comparable with them.
+Shapes: B cuts, N events, C candidates, W events of a window, M negatives.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from adapters.gryphon_v2.model import EventTokens, ItemTable
 from auto_research.blocks.biased_transformer import BiasedConfig, BiasedTransformer, KeyValueCache
 from auto_research.blocks.dropout import Dropout
 from auto_research.blocks.pairwise_loss import logistic_pairs
-from auto_research.blocks.sampled_softmax import sampled_softmax
+from auto_research.blocks.sampled_softmax import multi_positive_softmax
+from auto_research.data.prefix import LIKE_RATING
 from auto_research.runtime.precision import float32_region
 
 
@@ -65,11 +67,11 @@ class Teacher(nn.Module):
         states = self.trunk.candidates(token, cache, request_of)
         return (self.out(states).float().view(batch, count) - self.mean) / self.std
 
-    def loss(self, batch: CutBatch) -> Tensor:
-        """L_T of a batch with long histories for all of its rows."""
+    def loss(self, batch: CutBatch, positives: int = 1) -> Tensor:
+        """L_T of a batch with long histories for all of its rows; positives as in `feedback_loss`."""
         scores = self.score(self.read(batch.long), torch.cat([batch.event, batch.negative], dim=1))
         width = batch.event.shape[1]
-        return feedback_loss(scores[:, :width], batch.rating, scores[:, width:])
+        return feedback_loss(scores[:, :width], batch.rating, scores[:, width:], positives)
 
     def set_scale(self, scores: Tensor) -> None:
         """Standardise later scores by mean and deviation of these."""
@@ -77,9 +79,23 @@ class Teacher(nn.Module):
         self.std.copy_(scores.std().clamp(min=1e-6))
 
 
-def feedback_loss(event: Tensor, rating: Tensor, negative: Tensor) -> Tensor:
-    """L_T of scores event [B, W] with ratings int64 [B, W] (0 = none, column 0 the next positive), negative [B, M]."""
-    return pair_loss(event, rating) + sampled_softmax(event[:, 0], negative).mean()
+def feedback_loss(event: Tensor, rating: Tensor, negative: Tensor, positives: int = 1) -> Tensor:
+    """L_T of scores event [B, W] with ratings int64 [B, W] (0 = none, column 0 the next positive), negative [B, M].
+
+    positives: how many positives of a window stand against the negatives, in the order of time.
+    """
+    liked = rating >= LIKE_RATING
+    counted = liked & (liked.cumsum(1) <= positives)
+    return pair_loss(event, rating) + positives_loss(event, counted, negative)
+
+
+def positives_loss(positive: Tensor, real: Tensor, negative: Tensor) -> Tensor:
+    """Softmax of every score of positive [B, K] that real bool[B, K] marks against negative [B, M].
+
+    The mean over the positives of a row, then over rows.
+    """
+    usable = torch.ones_like(negative, dtype=torch.bool)
+    return multi_positive_softmax(positive, real, negative, usable).mean()
 
 
 def pair_loss(score: Tensor, rating: Tensor) -> Tensor:

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from adapters.gryphon_v2.batches import CutBatch
 from adapters.gryphon_v2.model import Encoded, Gryphon, distillation, merged_pool, rollout
-from adapters.gryphon_v2.teacher import Teacher, feedback_loss
-from auto_research.blocks.sampled_softmax import sampled_softmax
+from adapters.gryphon_v2.teacher import Teacher, feedback_loss, positives_loss
 from auto_research.data.prefix import LIKE_RATING
 
 RANKINGS = ("none", "distill", "next", "label")
@@ -21,11 +20,11 @@ POOLS = ("both", "rollout", "impression", "static", "random")
 class JointRule:
     """What is added to L_NTP.
 
-    ranking: none, distill (MAE to the teacher on pools), next (sampled softmax of the next item) or label (L_T, the
+    ranking: none, distill (MAE to the teacher on pools), next (sampled softmax of the next positives) or label (L_T, the
     teacher's own objective, without a teacher).  pool: rollouts and impressions, one of them, static (rollouts of the
     model as the stage began, and impressions) or random (uniform unseen items, and impressions).
-    rollout_beam: semantic ids of a rollout.  next_positives: positives of the impression window that L_NTP is the mean
-    over; the paper's is 1, the next one.
+    rollout_beam: semantic ids of a rollout.  next_positives: positives of the impression window that L_NTP and the
+    softmax of 'next' and 'label' are means over; the paper's is 1, the next one.
     """
 
     ranking: str = "distill"
@@ -50,7 +49,7 @@ class JointLoss:
         self.rule, self.teacher, self.start = rule, teacher, start
 
     def __call__(self, model: Gryphon, batch: CutBatch) -> Tensor:
-        encoded = model.encode(batch.history)
+        encoded = model.encode(batch.history, rank=self.rule.ranking != "none")
         loss = model.generation_loss(encoded, next_positives(batch.event, batch.rating, self.rule.next_positives))
         if self.rule.ranking == "none":
             return loss
@@ -60,12 +59,13 @@ class JointLoss:
         if self.rule.ranking == "distill":
             pool = self.pool(model, batch)
             return distillation(model.rank(model.rows(encoded, batch.pools), pool), self.taught(batch, pool), pool)
-        event = batch.event if self.rule.ranking == "label" else batch.target.unsqueeze(1)
+        count = self.rule.next_positives
+        event = batch.event if self.rule.ranking == "label" else next_positives(batch.event, batch.rating, count)
         scores = model.rank(encoded, torch.cat([event, batch.negative], dim=1))
         own, negative = scores[:, : event.shape[1]], scores[:, event.shape[1] :]
         if self.rule.ranking == "label":
-            return feedback_loss(own, batch.rating, negative)
-        return sampled_softmax(own[:, 0], negative).mean()
+            return feedback_loss(own, batch.rating, negative, count)
+        return positives_loss(own, event > 0, negative)
 
     def pool(self, model: Gryphon, batch: CutBatch) -> Tensor:
         """C_rollout and C_impression int64 [R, K] without repeats, 0 padded; nothing here has a gradient."""
