@@ -9,6 +9,7 @@ import pytest
 import synthetic
 import torch
 
+from adapters.barge import experiment
 from adapters.barge.experiment import Trainer, add_tokenizer, disliked_items
 from adapters.barge.model import Barge, BargeConfig, ItemContextAttention, PathReranker, path_contrast
 from adapters.barge.search import (
@@ -30,6 +31,7 @@ from auto_research.blocks.semantic_ids import random_codes, resolve_collisions
 from auto_research.blocks.sid_models import SIDStep
 from auto_research.data.sequences import LeaveTwoOut
 from auto_research.data.texts import load_text_vectors
+from auto_research.experiment.context import Budget
 from auto_research.metrics.ranking import top_items
 from auto_research.runtime.errors import ConfigError
 from auto_research.train.optimizer import adamw
@@ -569,3 +571,36 @@ def test_disliked_items_come_from_the_train_part(data, monkeypatch):
         }
         low = [int(i) for i in train if rated[int(i)] <= 2][-8:]
         assert found[user].tolist() == low + [0] * (8 - len(low))
+
+
+@pytest.mark.parametrize("name", ["popularity", "itemknn", "ease", "sasrec"])
+def test_baselines_report_the_metrics_of_the_generators(name, data, monkeypatch):
+    def run(ctx, *, device, measure, **options):
+        score = np.tile(np.arange(data.n_items + 1.0), (len(data), 1))
+        return measure(lambda split, positions: score[positions], data)
+
+    monkeypatch.setattr(getattr(experiment, f"{name}_baseline"), "run", run)
+    genres = SimpleNamespace(item_genres=np.eye(data.n_items + 1))
+    monkeypatch.setattr(experiment, "load_interactions", lambda folder: genres)
+    measured = getattr(experiment, name)(SimpleNamespace(device="cpu", budget={}, data=lambda table: table))
+    assert {"ndcg@10", "hit@10", "recall@5", "ndcg@5", "genre_entropy@10"} <= set(measured.metrics)
+    assert measured.metrics["genre_entropy@10"] == pytest.approx(math.log(10))  # every item has a genre of its own
+
+
+def test_tiger_has_the_beams_layers_and_gradient_bound_of_both_channels(data, monkeypatch):
+    class Asked(Exception):
+        pass
+
+    def generator(ctx, table, **options):
+        raise Asked(options)
+
+    monkeypatch.setattr(experiment, "load_sequences", lambda ctx: data)
+    monkeypatch.setattr(experiment, "load_codes", lambda ctx, name: (TABLES[:1], {}))
+    monkeypatch.setattr(experiment, "further_metrics", lambda ctx: None)
+    monkeypatch.setattr(experiment.tiger_baseline, "train_generator", generator)
+    budget = Budget({"layers": 1, "beam": 50, "validation_beam": 20, "clip": 1.0})
+    with pytest.raises(Asked) as asked:
+        experiment.train_tiger(SimpleNamespace(budget=budget), CPU)
+    options = asked.value.args[0]
+    assert (options["beam"], options["validation_beam"], options["layers"]) == (100, 40, 2)
+    assert options["clip"] == 4.0  # its loss adds up the four codes of a path
