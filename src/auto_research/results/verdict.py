@@ -33,7 +33,7 @@ LOWER_IS_BETTER = frozenset(
         "nip_loss",
     }
     | {"ntp_val_loss", "val_ntp_loss", "dislike_hit@10", "max_grad_norm_rl", "kl_to_sft", "short_lists", "profile_kl"}
-    | {"distill_mae_rollout", "distill_mae_impression"}
+    | {"distill_mae_rollout", "distill_mae_impression", "reconstruction_mse", "orthogonality_error"}
 )
 MIN_SEEDS = 3
 NEVER_A_RESULT = ("tiny", "smoke")
