@@ -179,6 +179,18 @@ def test_item_facts_of_a_trained_row_leave_it_out(data, facts):
         assert facts.decile[item, own] == min(10, 1 + 10 * (counts < len(others)).sum() // len(counts))
 
 
+def test_the_statistics_token_of_a_trained_row(data, table, facts):
+    item, rating = data.interactions.item, np.rint(data.interactions.rating).astype(int)
+    moved = (facts.decile[:, 0:1] != facts.decile) & (facts.mean[:, 0:1] != facts.mean)
+    row = next(r for r in data.rows("train") if moved[item[r], rating[r]])
+    batch, tokens = row_batch(data, RULE, np.array([row]), np.random.default_rng(0)), build(table, facts).ranking.tokens
+    found = tokens(batch.request, batch.item, batch.own)[0, :, 2] - tokens.kind[2]
+    for candidate, own in enumerate((rating[row], 0)):
+        places = (table[batch.item[0, candidate], own] for table in (facts.decile, facts.mean))
+        expected = sum(part.weight[place] for part, place in zip((tokens.decile, tokens.mean), places, strict=True))
+        torch.testing.assert_close(found[candidate], expected)
+
+
 def test_a_trained_row_does_not_see_its_label(data, table, facts):
     """Another rating of the row moves the statistics of its item, and no logit of the row."""
     count = data.popularity()
