@@ -56,8 +56,9 @@ def inspect(model: nn.Module, table: BehaviourTable, *, ctx: Context, device: to
     extra: dict[str, Any] = {"love_auc": love_auc(model, table, device, history), "studies": {}}
     candidates = ctx.budget.get("serving_candidates", CANDIDATES)
     timed = ctx.budget.get("timed", TIMED)
+    uncached = {"no cache": model.uncached} if isinstance(model, OneTrans) else None
     extra["studies"] |= serving_studies(
-        model, table, device=device, history=history, candidates=candidates, timed=timed
+        model, table, device=device, history=history, candidates=candidates, timed=timed, also=uncached
     )
     if not isinstance(model, OneTrans):
         return extra
@@ -93,7 +94,19 @@ def run(ctx: Context, build) -> Measurement:
 
 def finish(measured: Measurement) -> Measurement:
     measured.metrics["love_auc"] = measured.extra.pop("love_auc")
-    measured.cost |= measured.extra.pop("efficiency", {})
+    costs = measured.extra.pop("efficiency", {})
+    measured.cost |= costs
+    if costs:
+        measured.notes.append(
+            f"keys and values of a user: {costs['kv_cache_bytes']:,} bytes; {costs['score_elements']:,} attention "
+            "scores a head and user with one candidate"
+        )
+    if replayed := measured.extra.get("cross_request"):
+        measured.notes.append(
+            f"replay of {replayed['requests']} requests: {replayed['kept']:.0%} of those with a predecessor reused its "
+            f"keys and values, {replayed['kept_flops']:,.0f} instead of {replayed['cold_flops']:,.0f} FLOPs of the "
+            f"sequence side, logits within {replayed['largest_difference']:.1e}"
+        )
     measured.notes.append(SPLIT_NOTE)
     return measured
 

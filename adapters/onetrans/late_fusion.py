@@ -54,6 +54,7 @@ class EncodeThenInteract(nn.Module):
             hidden=config.expansion * width,
             norm="rms",
             dropout=dropout,
+            attention_dropout=0.0,  # as in OneTrans: on the inputs and in the FFNs only
         )
         self.transformer = BiasedTransformer(sizes)
         self.query = nn.Linear(encoder.pair_width, width)

@@ -277,6 +277,11 @@ class OneTrans(nn.Module):
             x, mask = layer.whole(x, mask)
         return self.logits(x[:, x.shape[1] - self.config.tokens :])
 
+    def uncached(self, batch: BehaviourBatch) -> Tensor:
+        """model(batch) with the S side computed anew for every candidate."""
+        fields = self.dropout(request_fields(self.encoder, batch))
+        return self.whole(self.tokens(batch), self.candidate_tokens(fields, batch), batch.request_of)
+
     def logits(self, x: Tensor) -> Tensor:
         """Heads on the NS tokens [P, T, D] of the last layer."""
         x = self.norm(x)

@@ -26,14 +26,17 @@ def replay(model: OneTrans, table: BehaviourTable, *, device: torch.device, user
     """The consecutive test requests of `users` test users, each with its rated candidates.
 
     Users whose longer sequence is shortest come first: a window that is full loses its oldest event at every request.
-    requests; kept: share that could reuse the previous request's cache (a window that lost its oldest event cannot);
+    Users with one test request have nothing to reuse and are left out.
+    requests; kept: share of those with a predecessor that could reuse its cache (a window that lost its oldest event
+    cannot);
     FLOPs of the S side per request cold and kept, over the requests that could; largest difference of logits between
     the kept and the cold path; bytes of the largest cache.
     """
     model.eval()
     requests = table.requests("test")
-    chosen = shortest_histories(table, np.unique(table.request_user[requests]))[:users]
-    totals = {"requests": 0, "kept": 0, COLD: 0, KEPT: 0}
+    count = np.bincount(table.request_user[requests])
+    chosen = shortest_histories(table, np.flatnonzero(count > 1))[:users]
+    totals = {"requests": 0, "followers": 0, "kept": 0, COLD: 0, KEPT: 0}
     difference, largest = 0.0, 0
     for user in chosen:
         cache, rows = None, None
@@ -41,6 +44,7 @@ def replay(model: OneTrans, table: BehaviourTable, *, device: torch.device, user
             batch = table.batch([int(request)], history=model.config.history).to(device)
             tokens = listed(model.tokens(batch))
             totals["requests"] += 1
+            totals["followers"] += cache is not None
             if cache is not None and continues(rows, tokens.row[0]):
                 totals["kept"] += 1
                 added = tokens.x[:, len(rows) :]
@@ -55,7 +59,7 @@ def replay(model: OneTrans, table: BehaviourTable, *, device: torch.device, user
     served = max(1, totals["kept"])
     return {
         "requests": totals["requests"],
-        "kept": totals["kept"] / max(1, totals["requests"]),
+        "kept": totals["kept"] / max(1, totals["followers"]),
         "cold_flops": totals[COLD] / served,
         "kept_flops": totals[KEPT] / served,
         "largest_difference": difference,

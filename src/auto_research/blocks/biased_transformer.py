@@ -28,6 +28,7 @@ class BiasedConfig:
     """Sizes and choices. bias: none | alibi | relative | rotary; norm: layer | rms; ffn: gelu | relu | swiglu (hidden given).
 
     positions, times: rows of the relative tables (times 0: no time table).
+    dropout: after attention and after the FFN; attention_dropout: after attention instead, where given.
     """
 
     width: int = 64
@@ -40,6 +41,7 @@ class BiasedConfig:
     dropout: float = 0.0
     positions: int = 128
     times: int = 32
+    attention_dropout: float | None = None
 
     def __post_init__(self) -> None:
         if self.width % self.heads:
@@ -81,6 +83,8 @@ class BiasedBlock(nn.Module):
         self.learns_bias = any(True for _ in self.bias.parameters())  # else all layers have the same
         self.rotary = Rotary(width // config.heads) if config.bias == "rotary" else None
         self.dropout = Dropout(config.dropout)
+        own = config.attention_dropout is not None
+        self.attention_dropout = Dropout(config.attention_dropout) if own else self.dropout
 
     def project(self, x: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v [B, H, L, dh] of x [B, L, D]; rotated where the configuration says so."""
@@ -92,7 +96,7 @@ class BiasedBlock(nn.Module):
 
     def finish(self, x: Tensor, read: Tensor) -> Tensor:
         """Output projection, residual and feed-forward: x [B, L, D], read [B, H, L, dh]."""
-        x = x + self.dropout(self.out(read.transpose(1, 2).flatten(2).to(x.dtype)))
+        x = x + self.attention_dropout(self.out(read.transpose(1, 2).flatten(2).to(x.dtype)))
         return x + self.dropout(self.ffn(self.norm_ffn(x)))
 
 
