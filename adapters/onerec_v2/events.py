@@ -120,6 +120,11 @@ class EventStream:
         """int64[n_items + 1] train events of every item."""
         return np.bincount(self.item[self.train], minlength=self.n_items + 1).astype(np.int64)
 
+    def train_lists(self) -> list[np.ndarray]:
+        """Per user with train events their int64 items, oldest first."""
+        user = self.user(self.train)
+        return np.split(self.item[self.train], np.flatnonzero(np.diff(user)) + 1)
+
     def contexts(self, rows: np.ndarray, length: int, user_slots: int) -> ContextBatch:
         """What happened before each row: the `length` newest events of its user."""
         at = rows[:, None] + np.arange(-length, 0)
@@ -205,6 +210,10 @@ class Stream:
         """epoch -> its `length` batches; the first epoch begins at step `first`."""
         return lambda epoch: Steps(length, lambda index: self.at(first + epoch * length + index))
 
+    def steps_to_newest(self, length: int, total: int) -> Callable[[int], Sequence[StreamBatch]]:
+        """epoch -> its `length` batches; begun so that the last of `total` steps ends a pass, on the newest events."""
+        return self.steps(length, -total % self.per_pass)
+
 
 class Steps(Sequence):
     """`length` batches made when asked for."""
@@ -216,6 +225,8 @@ class Steps(Sequence):
         return self.length
 
     def __getitem__(self, index: int) -> Any:
+        if not 0 <= index < self.length:
+            raise IndexError(f"batch {index} of {self.length}")
         return self.at(index)
 
 

@@ -3,6 +3,7 @@
 What makes a stage differ is its `switch` in card.yaml; sizes are in the budget.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -10,10 +11,7 @@ import numpy as np
 import torch
 
 from adapters.onerec_v2.events import EventStream, Stream, StreamRule, restricted
-from adapters.onerec_v2.feedback import (
-    labels,
-    ntp_loss,
-)
+from adapters.onerec_v2.feedback import labels, ntp_loss
 from adapters.onerec_v2.lists import Decoder, feedback_metrics, pair_gap, time_report
 from adapters.onerec_v2.model import OneRecV2, OneRecV2Config
 from adapters.onerec_v2.training import Trainer, load_data
@@ -29,7 +27,7 @@ from auto_research.data.item_vectors import item_cf_vectors, text_and_cf_vectors
 from auto_research.data.sequences import LeaveTwoOut
 from auto_research.data.texts import load_text_vectors
 from auto_research.evaluate.next_list import measure_next_list
-from auto_research.evaluate.serving import median_seconds
+from auto_research.evaluate.serving import TIMED, median_seconds
 from auto_research.experiment.context import Context
 from auto_research.experiment.contract import Experiment, Measurement
 from auto_research.experiment.studies import study
@@ -48,13 +46,16 @@ STUDY_EVENTS = (10, 20, 50, 100, 200)
 # Artifacts
 
 
-def make_codes(ctx: Context) -> None:
-    """Residual k-means of text and collaborative vectors; items of one tuple follow each other by train popularity."""
-    sequences = load_sequences(ctx)
-    vectors = text_and_cf_vectors(load_text_vectors(ctx.data("texts")), item_cf_vectors(sequences))
+def make_codes(ctx: Context, train: Sequence[np.ndarray], popularity: np.ndarray) -> None:
+    """Residual k-means of text and collaborative vectors; items of one tuple follow each other by train popularity.
+
+    train: int64 train items of every user.  popularity: int64[n_items + 1].
+    """
+    cf = item_cf_vectors(train, len(popularity) - 1)
+    vectors = text_and_cf_vectors(load_text_vectors(ctx.data("texts")), cf)
     found = rq_kmeans(vectors[1:], ctx.budget.codes, seed=ctx.seed)
     codes = permuted_codes(found.codes, seed=ctx.seed) if (ctx.switch or {}).get("permuted") else found.codes
-    table = resolve_collisions(codes, ctx.budget.codes, "group", popularity=sequences.popularity())
+    table = resolve_collisions(codes, ctx.budget.codes, "group", popularity=popularity)
     table.save(ctx.out)
     write_json(ctx.out / "facts.json", {"residual": found.residual, "hash": table.content_hash})
 
@@ -62,13 +63,23 @@ def make_codes(ctx: Context) -> None:
 @experiment.artifact
 def codes(ctx: Context) -> None:
     device_for(ctx.device)
-    make_codes(ctx)
+    sequences = load_sequences(ctx)
+    make_codes(ctx, sequences.train, sequences.popularity())
 
 
 @experiment.artifact
 def codes_random(ctx: Context) -> None:
     device_for(ctx.device)
-    make_codes(ctx)
+    sequences = load_sequences(ctx)
+    make_codes(ctx, sequences.train, sequences.popularity())
+
+
+@experiment.artifact
+def codes_time(ctx: Context) -> None:
+    """Codes of the train part of the global time split; those of leave-two-out know events after its cut."""
+    device_for(ctx.device)
+    stream = restricted(*load_data(ctx))
+    make_codes(ctx, stream.train_lists(), stream.popularity())
 
 
 def make_supervised(ctx: Context, trainer: Trainer) -> None:
@@ -141,14 +152,15 @@ def costs(trainer: Trainer, decoder: Decoder) -> dict[str, float]:
     batch = reader.read(stream.targets["test"][: trainer.rule.batch])
     whole = float(flops_of(lambda: ntp_loss(model, sample)))
     context = float(flops_of(lambda: model.read(sample.context)))
-    forward = median_seconds(lambda: ntp_loss(model, batch), trainer.device, 1, 5)
+    clock = {"timed": trainer.ctx.budget.get("timed", TIMED)}
+    forward = median_seconds(lambda: ntp_loss(model, batch), trainer.device, **clock)
     return {
         "params": count_params(model),
         "flops": whole,
         "flops_per_sample_fwd": whole,
         "context_share_of_flops": context / whole,
         "kv_bytes_per_user": float(decoder.context_bytes(sample.context)),
-        "user_ms": 1e3 * median_seconds(lambda: decoder.lists(stream, row), trainer.device, 1, 5),
+        "user_ms": 1e3 * median_seconds(lambda: decoder.lists(stream, row), trainer.device, **clock),
         "samples_per_s": len(batch.target) / forward,
     }
 
@@ -193,14 +205,18 @@ def time_split_of(ctx: Context, device: torch.device, policy: bool) -> dict[str,
     return time_report(trainer.stream, lambda rows: decoder.lists(trainer.stream, rows), labels(trainer.stream))
 
 
+def supervised_seconds(trainer: Trainer) -> float:
+    """What making the SFT artifact took."""
+    return read_json(trainer.supervised_folder() / "manifest.json")["cost"]["seconds"]
+
+
 def supervised_arm(ctx: Context, device: torch.device) -> Measurement:
     """The SFT artifact as it is."""
     trainer = Trainer(ctx, device)
-    folder = trainer.supervised_folder()
-    facts = read_json(folder / "facts.json")
+    facts = read_json(trainer.supervised_folder() / "facts.json")
     best = Trained(trainer.loaded(), facts["validation"], facts["hyperparameters"], facts["curve"])
-    spent = read_json(folder / "manifest.json")["cost"]["seconds"]
-    best.cost = {"steps": facts["steps"], "sft_seconds": spent}
+    spent = supervised_seconds(trainer)
+    best.cost = {"steps": facts["steps"], "seconds": spent, "sft_seconds": spent}
     measured = measured_generator(trainer, best, [])
     measured.extra["studies"] = cost_studies(trainer)
     measured.extra["time_split"] = time_split_of(ctx, device, policy=False)
@@ -217,7 +233,9 @@ def policy_arm(ctx: Context, device: torch.device) -> Measurement:
     decoder, sft = trainer.decoder(best.model), trainer.decoder(before)
     label, rule = labels(trainer.stream), trainer.rule
     kl = decoder.divergence(sft, trainer.stream, trainer.stream.targets["test"], seed=ctx.seed)
-    measured.metrics |= {"max_grad_norm_rl": largest, "kl_to_sft": kl}
+    measured.metrics["kl_to_sft"] = kl
+    if largest is not None:
+        measured.metrics["max_grad_norm_rl"] = largest
     measured.extra["alignment"] = {
         "reference": weights_hash(before),
         "before": pair_gap(sft, trainer.stream, label, rule),
@@ -225,7 +243,8 @@ def policy_arm(ctx: Context, device: torch.device) -> Measurement:
         "kl_to_sft": kl,
         "train_labels": {str(a): int((label[trainer.stream.train] == a).sum()) for a in (-1, 0, 1)},
     }
-    measured.cost["sft_seconds"] = read_json(trainer.supervised_folder() / "manifest.json")["cost"]["seconds"]
+    measured.cost["sft_seconds"] = supervised_seconds(trainer)
+    measured.cost["seconds"] += measured.cost["sft_seconds"]
     if trainer.switch.get("time_report"):
         measured.extra["time_split"] = time_split_of(ctx, device, policy=True)
     return measured

@@ -87,23 +87,6 @@ class Snapshot:
         self.model.load_state_dict(state)
 
 
-class LargestGradient:
-    """The largest gradient norm before clipping."""
-
-    def __init__(self) -> None:
-        self.value = 0.0
-
-    def __call__(self, model: nn.Module, _batch: Any) -> None:
-        norms = [p.grad.norm() for p in model.parameters() if p.grad is not None]
-        self.value = max(self.value, float(torch.stack(norms).norm()))
-
-    def state_dict(self) -> dict[str, float]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        self.value = state["value"]
-
-
 def ntp_loss(model: OneRecV2, batch: StreamBatch) -> Tensor:
     """L_NTP: mean over samples and codes."""
     return -model.token_logp(batch.context, batch.target).mean()
@@ -130,6 +113,29 @@ def policy_loss(model: OneRecV2, snapshot: OneRecV2, batch: StreamBatch, config:
 def post_training_loss(model: OneRecV2, snapshot: OneRecV2, batch: StreamBatch, config: PolicyConfig) -> Tensor:
     """L_NTP + lambda_rl L_RL on one batch."""
     loss = ntp_loss(model, batch)
-    if config.objective == "none" or config.weight == 0:
+    if config.objective == "none":
         return loss
     return loss + config.weight * policy_loss(model, snapshot, batch, config)
+
+
+class LargestGradient:
+    """The largest gradient norm of L_RL alone, without lambda_rl and clipping, over every `every`-th step from the first."""
+
+    def __init__(self, snapshot: Snapshot, config: PolicyConfig, every: int = 5):
+        self.snapshot, self.config, self.every = snapshot, config, every
+        self.step, self.value = 0, 0.0
+
+    def __call__(self, model: OneRecV2, batch: StreamBatch) -> None:
+        self.step += 1
+        if (self.step - 1) % self.every:
+            return
+        loss = policy_loss(model, self.snapshot.model, batch, self.config)
+        found = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+        norm = torch.stack([gradient.norm() for gradient in found if gradient is not None]).norm()
+        self.value = max(self.value, float(norm))
+
+    def state_dict(self) -> dict[str, float]:
+        return {"step": self.step, "value": self.value}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.step, self.value = state["step"], state["value"]

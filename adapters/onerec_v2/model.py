@@ -87,7 +87,8 @@ class ContextFeatures(nn.Module):
         self.register_buffer("codes", torch.from_numpy(table.codes + 1), persistent=False)  # 0 is padding
         share = genres / genres.sum(1, keepdim=True).clamp(min=1)
         self.register_buffer("genres", share, persistent=False)
-        self.dropout = Dropout(config.dropout)
+        # The other generators drop what they are given themselves.
+        self.dropout = Dropout(config.dropout if config.kind == "lazy" else 0.0)
 
     def events(self, batch: ContextBatch) -> Tensor:
         """Feature vectors [B, n, 120] of events: item, codes, genres, rating, pause, recency."""

@@ -60,7 +60,8 @@ class Trainer:
         self.stream = (
             restricted(self.data, self.sequences) if time_split else EventStream.of_sequences(self.data, self.sequences)
         )
-        self.table = SIDTable.load(ctx.artifact(self.switch.get("codes", "codes")))
+        codes = "codes_time" if time_split else self.switch.get("codes", "codes")
+        self.table = SIDTable.load(ctx.artifact(codes))
         self.config = settings(OneRecV2Config, ctx)
         self.rule = settings(StreamRule, ctx)
         self.policy = settings(PolicyConfig, ctx)
@@ -106,10 +107,16 @@ class Trainer:
         lister = decoder.lister(self.stream)
         return found | {SELECTION: validation_lists(lister, self.sequences, users=users)[SELECTION]}
 
+    def look_steps(self, per_pass: int) -> int:
+        """Steps between two validations: the budget's epoch_steps, else its passes in `epochs` parts."""
+        budget = self.ctx.budget
+        return budget.get("epoch_steps") or -(-per_pass * budget.passes // budget.epochs)
+
     def supervised_training(self) -> tuple[Trained, list[dict]]:
         """Newest-impression training from scratch."""
         ctx, budget = self.ctx, self.ctx.budget
         stream = Stream(self.stream, self.rule, ("sft", ctx.seed), self.device)
+        length = self.look_steps(stream.per_pass)
 
         def run(hyperparameters: dict[str, Any], state: StateFolder) -> Trained:
             seed_everything(ctx.seed)
@@ -119,7 +126,7 @@ class Trainer:
                 hyperparameters,
                 state,
                 budget=FitBudget.of(budget),
-                batches=stream.steps(budget.epoch_steps),
+                batches=stream.steps_to_newest(length, length * budget.epochs),
                 loss=ntp_loss,
                 validate=self.validate,
                 key=SELECTION,
@@ -128,11 +135,12 @@ class Trainer:
 
         return best_of_trials(ctx, run, SELECTION)
 
-    def post_training(self, model: OneRecV2, state: StateFolder) -> tuple[Trained, float]:
-        """Policy updates over the newest train events, in place; the largest gradient norm before clipping."""
+    def post_training(self, model: OneRecV2, state: StateFolder) -> tuple[Trained, float | None]:
+        """Policy updates over the newest train events, in place; the largest gradient norm of the policy loss, if any."""
         ctx, config = self.ctx, self.policy
         seed_everything(ctx.seed)
-        snapshot, largest = Snapshot(model, config.refresh), LargestGradient()
+        snapshot = Snapshot(model, config.refresh)
+        largest = None if config.objective == "none" else LargestGradient(snapshot, config)
         stream = Stream(self.stream, self.rule, ("policy", ctx.seed), self.device, labels(self.stream, config.reward))
         each = min(ctx.budget.policy_look, config.updates)
 
@@ -145,14 +153,15 @@ class Trainer:
             model,
             adamw(model, config.rate, 0.0),
             Plan(-(-config.updates // each), config.updates, 1.0),
-            batches=stream.steps(each, max(0, stream.per_pass - config.updates)),
+            batches=stream.steps_to_newest(each, config.updates),
             loss=lambda model, batch: post_training_loss(model, snapshot.model, batch, config),
             state=state,
             validate=lambda model: {"val_ntp_loss": self.ntp(model)},
             on_gradient=largest,
             on_step=after,
             progress=ctx.progress,
-            extras={"snapshot": snapshot, "largest": largest},
+            extras={"snapshot": snapshot} | ({"largest": largest} if largest else {}),
         )
         cost = {"seconds": fitted.seconds, "train_seconds": fitted.train_seconds, "steps": fitted.steps}
-        return Trained(model, self.validate(model), {"learning_rate": config.rate}, fitted.history, cost), largest.value
+        trained = Trained(model, self.validate(model), {"learning_rate": config.rate}, fitted.history, cost)
+        return trained, largest and largest.value

@@ -3,6 +3,7 @@
 import itertools
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,9 +11,12 @@ import synthetic
 import torch
 from torch import nn
 
+from adapters.onerec_v2 import experiment, training
 from adapters.onerec_v2.events import ContextBatch, EventStream, Stream, StreamBatch, StreamRule
 from adapters.onerec_v2.feedback import (
+    LEVELS,
     OBJECTIVES,
+    LargestGradient,
     PolicyConfig,
     Snapshot,
     labels,
@@ -24,11 +28,12 @@ from adapters.onerec_v2.lists import Decoder, feedback_metrics, pair_gap, time_r
 from adapters.onerec_v2.model import LazyContext, OneRecV2, OneRecV2Config, lazy_flops
 from auto_research.blocks.beam_search import constrained_beam
 from auto_research.blocks.preference import frozen_reference, gbpo, weights_hash
-from auto_research.blocks.semantic_ids import permuted_codes, random_codes, resolve_collisions
-from auto_research.blocks.sid_models import SIDStep
+from auto_research.blocks.semantic_ids import SIDTable, permuted_codes, random_codes, resolve_collisions
+from auto_research.blocks.sid_models import SIDStep, token_logprob
 from auto_research.data.interactions import load_interactions
 from auto_research.data.rewards import Events, duration_bucket, rating_quantile_reward
 from auto_research.data.sequences import LeaveTwoOut
+from auto_research.experiment.context import Budget
 from auto_research.experiment.contract import Measurement, Units
 from auto_research.metrics.cost import flops_of
 from auto_research.runtime.seeds import seed_everything
@@ -130,15 +135,19 @@ def test_the_context_is_never_updated_and_has_no_order(data, stream, table):
     context = model.read(batch.context)
     before = context.keys[0].clone()
     path = model.item_codes[batch.target].unsqueeze(1)
-    first = model.sid.path_logits(context, path)
+    model.sid.path_logits(context, path)
     assert torch.equal(context.keys[0], before)
     model.sid.path_logits(context, path.flip(2) % 4)
     assert torch.equal(context.keys[0], before)
-    order = torch.arange(before.shape[2])
-    order[5], order[8] = 8, 5  # two events with all their features
-    turned = LazyContext((before[:, :, order],), (before[:, :, order],), context.mask[:, order])
-    again = model.sid.path_logits(turned, path)
-    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(first, again, strict=True))
+    order = torch.arange(CONFIG.history)
+    order[1], order[4] = 4, 1
+    events = batch.context
+    moved = ContextBatch(events.fields, *(x[:, order] for x in (events.item, events.rating, events.gap)))
+    logp = model.token_logp(events, batch.target)
+    assert not torch.allclose(model.token_logp(moved, batch.target), logp, atol=1e-4)  # recency is a feature
+    with torch.no_grad():
+        model.features.recency.copy_(model.features.recency[order])
+    assert torch.allclose(model.token_logp(moved, batch.target), logp, atol=1e-5)
 
 
 def test_padding_never_changes_the_output(data, stream, table):
@@ -164,8 +173,36 @@ def test_the_generators_compared_share_context_features(data, stream, table):
     assert len(build(data, table, kind="encoder_decoder").sid.encoder.blocks) == 2
     assert len(build(data, table, kind="encoder_decoder").sid.blocks) == 2
     assert len(build(data, table, kind="classic").sid.trunk.blocks) == 4
-    full = build(data, table, groups=4)
-    assert full.read(batch.context).keys[0].shape == (3, 4, 12, CONFIG.head_width)
+
+
+@pytest.mark.parametrize("kind", ["lazy", "encoder_decoder", "classic"])
+def test_context_tokens_are_dropped_once(data, stream, table, kind):
+    model = build(data, table, kind=kind).train()
+    batch = batch_of(stream, stream.targets["test"][:3])
+    torch.manual_seed(0)
+    tokens = model.features(batch.context)[0]
+    assert torch.equal(tokens, model.features(batch.context)[0]) == (kind != "lazy")
+    assert not torch.equal(model.logp(batch.context, batch.target), model.logp(batch.context, batch.target))
+
+
+@pytest.mark.parametrize("switches", [{"groups": 4}, {"per_set": 2, "sets": 0}])
+def test_every_group_and_set_of_keys_and_values_is_read(data, stream, table, switches):
+    model = build(data, table, **switches)
+    batch = batch_of(stream, stream.targets["test"][:3])
+    context, path = model.read(batch.context), model.item_codes[batch.target].unsqueeze(1)
+    groups = switches.get("groups", CONFIG.groups)
+    assert len(context.keys) == len(context.values) == (4 if "sets" in switches else 1)
+    assert context.keys[0].shape == (3, groups, 4 + CONFIG.history, CONFIG.head_width)
+    logp = token_logprob(model.sid, context, path)
+    assert logp.isfinite().all()
+    assert torch.equal(logp.squeeze(1), model.token_logp(batch.context, batch.target))
+    torch.manual_seed(1)
+    for name in ("keys", "values"):
+        for j, group in itertools.product(range(len(context.keys)), range(groups)):
+            kept = [x.clone() for x in getattr(context, name)]
+            kept[j][:, group] += torch.randn_like(kept[j][:, group])
+            moved = token_logprob(model.sid, context._replace(**{name: tuple(kept)}), path)
+            assert (moved - logp).abs().max() > 1e-4, (name, j, group)
 
 
 @pytest.mark.parametrize("kind", ["lazy", "encoder_decoder", "classic"])
@@ -205,6 +242,39 @@ def test_every_train_event_is_a_target_once_a_pass_and_time_goes_on(stream):
     assert early.max() > np.median(time)
 
 
+def test_steps_end_a_pass_on_the_newest_events(stream):
+    passes = Stream(stream, RULE, ("s", 0), CPU)
+    n = passes.per_pass
+    targets = [passes.at(step).target.tolist() for step in range(2 * n)]
+    assert sum(len(items) for items in targets[:n]) == len(stream.train)
+    third = passes.steps(3, first=n - 2)(1)
+    assert [batch.target.tolist() for batch in third] == targets[n + 1 : n + 4]
+    for length, total in ((5, 10), (4, 10), (7, n), (n, 2 * n)):
+        epochs = -(-total // length)
+        seen = [b.target.tolist() for e in range(epochs) for b in passes.steps_to_newest(length, total)(e)][:total]
+        assert seen == (targets[n - total : n] if total <= n else targets)
+    over = [b.target.tolist() for b in passes.steps_to_newest(n + 3, n + 3)(0)]
+    assert over == targets[n - 3 :]
+
+
+def test_the_policy_sees_the_newest_events_once(stream):
+    rule = replace(RULE, chunk=16)  # one batch each, so that the window is exact
+    passes, updates = Stream(stream, rule, ("policy", 0), CPU), 10
+    rows = [passes._order(0)[part * 16 : (part + 1) * 16] for part in range(passes.per_pass)]
+    newest = np.concatenate(rows[-updates:])
+    order = stream.train[np.argsort(stream.interactions.timestamp[stream.train], kind="stable")]
+    assert sorted(newest) == sorted(order[-len(newest) :])
+    window = passes.steps_to_newest(5, updates)
+    found = torch.cat([batch.target for epoch in range(2) for batch in window(epoch)])
+    assert found.tolist() == stream.item[newest].tolist()
+
+
+@pytest.mark.parametrize(("budget", "length"), [({"passes": 3, "epochs": 9}, 34), ({"epoch_steps": 7, "epochs": 2}, 7)])
+def test_looks_follow_the_length_of_the_stream(budget, length):
+    trainer = SimpleNamespace(ctx=SimpleNamespace(budget=Budget(budget)))
+    assert training.Trainer.look_steps(trainer, 100) == length
+
+
 def test_a_context_is_what_happened_before(data, stream):
     position = 4
     row = int(stream.targets["test"][position])
@@ -233,6 +303,51 @@ def test_global_time_split_of_movielens(movielens_100k):
     assert len(stream.train) == 80_000
 
 
+def test_codes_of_the_time_split_know_nothing_later(movielens_100k, tmp_path, monkeypatch):
+    data = load_interactions(movielens_100k / "canonical")
+    users = LeaveTwoOut.build(data).restrict(200)
+    split = EventStream.of_time(data, users.users)
+    assert np.array_equal(np.concatenate(split.train_lists()), data.item[split.train])
+    assert len(split.train_lists()) == len(np.unique(data.user[split.train]))
+    before = np.zeros(len(data), dtype=bool)
+    before[split.train] = True
+
+    def made(name: str, edited: np.ndarray | None) -> bytes:
+        item = data.item if edited is None else np.where(edited, data.item % data.n_items + 1, data.item)
+        changed = data.edited(item=item)
+        monkeypatch.setattr(experiment, "load_data", lambda ctx: (changed, LeaveTwoOut.build(changed).restrict(200)))
+        out = tmp_path / name
+        out.mkdir()
+        budget = Budget({"codes": [8, 8, 8]})
+        ctx = SimpleNamespace(
+            out=out, seed=0, budget=budget, switch=None, device="cpu", data=lambda table: movielens_100k / table
+        )
+        experiment.codes_time(ctx)
+        return b"".join(path.read_bytes() for path in sorted(out.iterdir()))
+
+    as_it_is = made("same", None)
+    assert made("later", ~before) == as_it_is
+    assert made("earlier", before) != as_it_is
+
+
+def test_models_of_the_time_split_read_its_codes(data, tmp_path, monkeypatch):
+    for seed, name in enumerate(("codes", "codes_random", "codes_time")):
+        (tmp_path / name).mkdir()
+        codes = random_codes(data.n_items, SIZES, seed=seed)
+        resolve_collisions(codes, SIZES, "group", popularity=np.ones(data.n_items + 1)).save(tmp_path / name)
+    monkeypatch.setattr(training, "load_data", lambda ctx: (data, LeaveTwoOut.build(data)))
+
+    def made_from(name: str, **options) -> bool:
+        switch = {"codes": "codes_random"} if name == "codes_random" else {}
+        ctx = SimpleNamespace(budget=Budget({}), switch=switch, artifact=lambda name: tmp_path / name)
+        found = training.Trainer(ctx, CPU, **options).table.codes
+        return np.array_equal(found, SIDTable.load(tmp_path / name).codes)
+
+    assert made_from("codes")
+    assert made_from("codes_random")
+    assert made_from("codes_time", time_split=True)
+
+
 # Feedback
 
 
@@ -254,7 +369,9 @@ def test_test_events_change_no_train_label(data, stream):
     rating = data.rating.copy()
     held_out = np.concatenate([stream.targets["valid"], stream.targets["test"]])
     rating[held_out] = 6 - rating[held_out]
-    changed = labels(replace(stream, interactions=data.edited(rating=rating)))
+    item = stream.item.copy()
+    item[held_out] = 1
+    changed = labels(replace(stream, interactions=data.edited(rating=rating), item=item))
     assert np.array_equal(label[stream.train], changed[stream.train])
     assert not np.array_equal(label[held_out], changed[held_out])
     raw = labels(stream, "raw")
@@ -327,6 +444,59 @@ def test_objectives_push_liked_events_up_and_disliked_events_down(data, stream, 
     value.backward()
     assert (logp.grad[liked > 0] < 0).all()  # a step against the gradient raises them
     assert (logp.grad[liked < 0] > 0).all()
+    for wanted in (1, -1):
+        one = batch_of(stream, rows[advantage[rows] == wanted], advantage)
+        stepped = build(data, table)
+        optimizer = torch.optim.SGD(stepped.parameters(), lr=1e-2)
+        before = stepped.logp(one.context, one.target).detach()
+        policy_loss(stepped, snapshot, one, config).backward()
+        optimizer.step()
+        with torch.no_grad():
+            assert wanted * (stepped.logp(one.context, one.target) - before).mean() > 0
+
+
+def test_objectives_and_levels_differ_away_from_the_snapshot(data, stream, table):
+    model = build(data, table)
+    snapshot = frozen_reference(model)
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for parameter in snapshot.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    rows = stream.train[5:200:6]
+    advantage = np.zeros(len(stream.item), dtype=np.int64)
+    advantage[rows[::2]], advantage[rows[1::2]] = 1, -1
+    batch = batch_of(stream, rows, advantage)
+    kinds = [PolicyConfig(objective=objective, level=level) for objective in OBJECTIVES for level in LEVELS]
+    values = sorted(policy_loss(model, snapshot, batch, config).item() for config in kinds)
+    assert min(np.diff(values)) > 1e-5
+
+
+def test_largest_gradient_is_that_of_the_policy_loss_alone(data, stream, table):
+    model, advantage = build(data, table).train(), labels(stream)
+    snapshot, config = Snapshot(model, refresh=25), PolicyConfig()
+    batches = [batch_of(stream, stream.train[start : start + 16], advantage) for start in (0, 40, 80)]
+
+    def norm(batch: StreamBatch, weight: float = 1.0) -> float:
+        model.zero_grad()
+        (weight * policy_loss(model, snapshot.model, batch, config)).backward()
+        found = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm().item()
+        model.zero_grad()
+        return found
+
+    largest = LargestGradient(snapshot, config, every=2)
+    post_training_loss(model, snapshot.model, batches[0], config).backward()
+    kept = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    largest(model, batches[0])
+    assert all(torch.equal(kept[name], p.grad) for name, p in model.named_parameters() if name in kept)
+    assert largest.value == pytest.approx(norm(batches[0]), rel=1e-5)
+    resumed = LargestGradient(snapshot, config, every=2)
+    resumed.load_state_dict(largest.state_dict())
+    resumed.value = 0.0
+    resumed(model, batches[1])
+    assert resumed.value == 0  # between two looks
+    resumed(model, batches[2])
+    assert resumed.value > 0
+    assert resumed.value == pytest.approx(norm(batches[2]), rel=1e-5)
 
 
 def test_without_policy_weight_training_is_continued_supervision(data, stream, table):
