@@ -13,6 +13,7 @@ from scipy import sparse
 from adapters.argus.evaluation import (
     Scorer,
     feedback_and_nip,
+    last_places,
     model_scorer,
     ndcg,
     pair_accuracy,
@@ -20,7 +21,7 @@ from adapters.argus.evaluation import (
     retrieval,
     tower_scorer,
 )
-from adapters.argus.events import DAY, DELAYS, EventSplit, target_windows
+from adapters.argus.events import DAY, DELAYS, EventBatch, EventSplit, target_windows
 from adapters.argus.model import Argus, ArgusConfig
 from adapters.argus.training import BatchRule, EpochWindows, proposal
 from auto_research.baselines.linear_floor import choose, known_items
@@ -32,7 +33,8 @@ from auto_research.metrics.cost import count_params, flops_of
 from auto_research.runtime.devices import device_for
 from auto_research.runtime.seeds import seed_everything
 from auto_research.train.fitting import FitBudget, fit_model, load_split, settings
-from auto_research.train.optimizer import AdamW
+from auto_research.train.next_item import BETAS
+from auto_research.train.optimizer import AdamW, adamw
 from auto_research.train.state import StateFolder
 from auto_research.train.tuning import Trained, best_of_trials
 
@@ -56,7 +58,7 @@ class Trainer:
     def __init__(self, ctx: Context, device: torch.device):
         self.ctx, self.device, self.data = ctx, device, load_split(ctx, EventSplit.build)
         self.rule = settings(BatchRule, ctx)
-        self.log_q = proposal(self.data, self.rule).to(device)
+        self.log_q = proposal(self.data, self.rule, ctx.seed).to(device)
 
     def batches(self, rule: BatchRule):
         return lambda epoch: EpochWindows(self.data, rule, self.ctx.seed, epoch, self.device)
@@ -70,6 +72,7 @@ class Trainer:
     def pretrain(self, model: Argus, hyperparameters: dict, state: StateFolder, **budget: Any) -> Trained:
         """L_NIP + L_FP over all train positions."""
         observed = budget.pop("observed", True)
+        decay = hyperparameters.get("weight_decay", 0.0)
         return fit_model(
             self.ctx,
             model,
@@ -81,18 +84,26 @@ class Trainer:
             validate=self.validation,
             key="ndcg@10" if model.config.nip else "feedback_ne",
             higher_is_better=model.config.nip,
+            optimizer=adamw(model, hyperparameters["learning_rate"], decay, betas=BETAS),
             observed=observed,
         )
 
-    def tune(self, model: Argus, hyperparameters: dict, state: StateFolder, encoder_rate: float) -> Trained:
+    def tune(
+        self,
+        model: Argus,
+        hyperparameters: dict,
+        state: StateFolder,
+        encoder_rate: float,
+        epochs: int,
+        steps: int | None = None,
+    ) -> Trained:
         """Two towers by pairwise loss; the encoder trains at `encoder_rate` of the learning rate (0: not at all)."""
-        budget = self.ctx.budget
         return fit_model(
             self.ctx,
             model,
             hyperparameters,
             state,
-            budget=FitBudget.of(budget, epochs=budget.tune_epochs, steps=budget.get("tune_steps")),
+            budget=FitBudget.of(self.ctx.budget, epochs=epochs, steps=steps),
             batches=self.batches(replace(self.rule, pairs=PAIRS)),
             loss=lambda model, batch: model.tuning_loss(batch, self.log_q),
             validate=lambda model: {
@@ -118,7 +129,8 @@ def tower_optimizer(model: Argus, hyperparameters: dict[str, Any], encoder_rate:
         [
             {"params": params, "lr": rate * (1 if tower else encoder_rate), "weight_decay": decay if matrix else 0.0}
             for (tower, matrix), params in groups.items()
-        ]
+        ],
+        betas=BETAS,
     )
 
 
@@ -131,32 +143,43 @@ def train(ctx: Context, device: torch.device) -> Measurement:
         seed_everything(ctx.seed)
         return trainer.pretrain(build_model(config, trainer.data, device), hyperparameters, state)
 
-    best, trials = best_of_trials(ctx, run, "ndcg@10" if config.nip else "feedback_ne", higher_is_better=config.nip)
+    key = "ndcg@10" if config.nip else "feedback_ne"
+    best, trials = best_of_trials(ctx, run, key, higher_is_better=config.nip, race=True)
     measured = measured_model(ctx, trainer, best, trials)
-    if (ctx.switch or {}).get("scaling"):
+    if (ctx.switch or {}).get("scaling") and ctx.tuned is None:  # studies are read from the tuning seed
         measured.extra["studies"] = scaling(ctx, trainer, best.hyperparameters)
     return measured
 
 
 def fine_tune(ctx: Context, device: torch.device) -> Measurement:
-    """Pre-train (unless `scratch`), then fit the two towers; the feedback head rests meanwhile."""
-    trainer, switch = Trainer(ctx, device), ctx.switch or {}
+    """Pre-train as arm argus, then fit the two towers; with `scratch` only that, for the epochs of both.
+
+    The feedback head rests while the towers are fitted.
+    """
+    trainer, switch, budget = Trainer(ctx, device), ctx.switch or {}, ctx.budget
     scratch = switch.get("scratch", False)
+    epochs, steps = budget.tune_epochs, budget.get("tune_steps")
+    if scratch:
+        epochs, steps = epochs + budget.epochs, None if steps is None else steps + budget.steps
     config = settings(ArgusConfig, ctx, tower=True, **({"fp": False} if scratch else {}))
 
-    def run(hyperparameters: dict[str, Any], state: StateFolder) -> Trained:
+    def pretrained(hyperparameters: dict[str, Any], state: StateFolder) -> Trained:
         seed_everything(ctx.seed)
-        spent: dict[str, float] = {}
+        first = build_model(replace(config, tower=False), trainer.data, device)
+        return trainer.pretrain(first, hyperparameters, state)
+
+    def run(hyperparameters: dict[str, Any], state: StateFolder) -> Trained:
+        before = None if scratch else pretrained(hyperparameters, state.child("pretrain"))
+        seed_everything(ctx.seed)
         model = build_model(config, trainer.data, device)
-        if not scratch:
-            first = build_model(replace(config, tower=False), trainer.data, device)
-            before = trainer.pretrain(first, hyperparameters, state.child("pretrain"))
-            spent = {f"pretrain_{name}": before.cost[name] for name in ("seconds", "steps")}
+        if before:
             model.load_state_dict(before.model.state_dict(), strict=False)
             model.judge.requires_grad_(False)
         encoder_rate = 1.0 if scratch else 0.0 if switch.get("frozen") else ENCODER_RATE
-        tuned = trainer.tune(model, hyperparameters, state.child("tune"), encoder_rate)
-        tuned.cost |= spent
+        tuned = trainer.tune(model, hyperparameters, state.child("tune"), encoder_rate, epochs, steps)
+        for name in ("seconds", "train_seconds", "steps") if before else ():
+            tuned.cost[f"pretrain_{name}"] = before.cost[name]
+            tuned.cost[name] += before.cost[name]
         return tuned
 
     best, trials = best_of_trials(ctx, run, "pair_accuracy")
@@ -187,23 +210,37 @@ def measured_model(ctx: Context, trainer: Trainer, best: Trained, trials: list[d
 
 @torch.no_grad()
 def costs(model: Argus, data: EventSplit, device: torch.device) -> dict[str, float]:
-    """User vectors and events a second (encoding), FLOPs of one user's pass, bytes of a stored user vector."""
+    """Events a second (encoding); user vectors a second, FLOPs of one and bytes to store it.
+
+    A user vector is that of the user tower, else the next-item query, else the state.
+    """
     users = np.arange(min(SERVED, len(data)))
-    batch = target_windows(data, "test", users, model.config.context).to(device)
-    seconds = median_seconds(lambda: model.encode(batch), device, 1, 3)
-    single = target_windows(data, "test", users[:1], model.config.context).to(device)
+    batch, single = (target_windows(data, "test", u, model.config.context).to(device) for u in (users, users[:1]))
+    encoding = median_seconds(lambda: model.encode(batch), device, 1, 3)
+    vectors = median_seconds(lambda: user_vectors(model, batch), device, 1, 3)
     return {
-        "flops": float(flops_of(lambda: model.encode(single))),
-        "user_vectors_per_s": len(users) / seconds,
-        "events_per_s": int(batch.mask.sum()) / seconds,
+        "flops": float(flops_of(lambda: user_vectors(model, single))),
+        "user_vectors_per_s": len(users) / vectors,
+        "events_per_s": int(batch.mask.sum()) / encoding,
         "bytes_per_user": 4.0 * model.config.width,
     }
 
 
+def user_vectors(model: Argus, batch: EventBatch) -> torch.Tensor:
+    """What is stored or looked up with for the last event of every window, [B, D]."""
+    done, at = model.encode(batch), last_places(batch)
+    if model.config.tower:
+        return model.user_vectors(done, batch, at)
+    return model.queries(done, at) if model.config.nip else done.for_feedback.flatten(0, 1)[at]
+
+
 def serving(model: Argus, data: EventSplit, device: torch.device) -> dict[str, Any]:
     """Lists from stored vectors, re-ranked by p(like), and what stale user vectors cost."""
-    towers = tower_scorer(model, data, device)
-    found: dict[str, Any] = {"ndcg@10_of_towers": ndcg(towers, data, "test")}
+    found: dict[str, Any] = {
+        "ndcg@10_of_towers_by_delay": {
+            delay: ndcg(tower_scorer(model, data, device, delay), data, "test") for delay in DELAYS
+        }
+    }
     if model.config.fp:
         retrieved = model_scorer(model, data, device)
         found["ndcg@10_reranked_by_like"] = ndcg(reranked(retrieved, model, data, device), data, "test")

@@ -283,9 +283,13 @@ class Argus(nn.Module):
         return total + self.fp_loss(done, batch) if self.config.fp else total
 
     def nip_loss(self, done: Forward, batch: EventBatch, log_q: Tensor, full: bool | None = None) -> Tensor:
-        """Mean over the events with a loss. full: over the whole catalogue, default as configured."""
+        """Mean over the events with a loss. full: over the whole catalogue, default as configured.
+
+        The reversed factorisation reads the true feedback in training mode only.
+        """
         item = batch.item.flatten()[batch.at]
-        u = self.queries(done, batch.at, batch.rating.flatten()[batch.at] if self.config.reverse else None)
+        given = batch.rating.flatten()[batch.at] if self.config.reverse and self.training else None
+        u = self.queries(done, batch.at, given)
         with float32_region(u.device):
             u, v = F.normalize(u.float(), dim=1), F.normalize(done.items.float(), dim=1)
             if self.config.softmax == "full" if full is None else full:

@@ -14,11 +14,14 @@ from auto_research.blocks.sampled_softmax import log_proposal
 from auto_research.data.request_index import SPLITS
 from auto_research.runtime.seeds import stable_rng, stable_seed
 
+PROPOSAL_EPOCHS = 8
+
 
 @dataclass(frozen=True)
 class BatchRule:
-    """context: events of a window.  batch: windows.  in_batch, uniform: negatives of a step from its own events and from
-    the catalogue.  pairs: pairs of a user and step, 0 for none.  state: strict, or the leaky 'previous'.
+    """context: events of a window.  batch: windows of half that length whose area a step fills, padding included.
+    in_batch, uniform: negatives of a step from its own events and from the catalogue.  pairs: pairs of a user and step, 0
+    for none.  state: strict, or 'previous', which leaks in training windows.
     """
 
     context: int = 128
@@ -33,7 +36,8 @@ class EpochWindows:
     """Batches of one epoch: every user once, with a window of the train events that is drawn anew for longer histories.
 
     The window is slid over both ends by half a window and clipped, so that the oldest and the newest events are no rarer
-    than the others. Windows of like length share a batch, within a spread.
+    than the others. Windows of like length share a batch, within a spread; batches are of one padded area, so that events
+    of short and of long histories weigh alike. Windows without a loss are left out.
     """
 
     def __init__(self, data: EventSplit, rule: BatchRule, seed: int, epoch: int, device: torch.device):
@@ -48,8 +52,10 @@ class EpochWindows:
         shift = np.clip(rng.integers(-over, spare + over + 1), 0, spare)
         self.start, self.stop = first + shift, first + shift + np.minimum(size, rule.context)
         length = self.stop - self.start
-        order = np.argsort(length * rng.uniform(0.7, 1.3, len(length)), kind="stable")
-        groups = np.split(order, range(rule.batch, len(order), rule.batch))
+        listed = np.concatenate([[0], np.cumsum(self.losses)])
+        order = np.argsort(length * rng.uniform(0.9, 1.1, len(length)), kind="stable")
+        order = order[(listed[self.stop] > listed[self.start])[order]]
+        groups = group_by_area(order, length, rule.batch * rule.context // 2)
         self.groups = [groups[i] for i in rng.permutation(len(groups))]
 
     def __len__(self) -> int:
@@ -68,6 +74,23 @@ class EpochWindows:
             batch = with_pairs(batch, self.data, self.stop[group], rule.pairs, generator)
         return batch.to(self.device)
 
+    def losses_on(self, index: int) -> np.ndarray:
+        """int64 rows of a batch's events with a loss."""
+        group = self.groups[index]
+        rows = np.concatenate([np.arange(a, b) for a, b in zip(self.start[group], self.stop[group], strict=True)])
+        return rows[self.losses[rows]]
+
+
+def group_by_area(order: np.ndarray, length: np.ndarray, area: int) -> list[np.ndarray]:
+    """Consecutive parts of `order` whose number times longest length stays within `area` (or of one window)."""
+    cuts, begin, longest = [], 0, 0
+    for place, size in enumerate(length[order].tolist()):
+        longest = max(longest, size)
+        if place > begin and (place - begin + 1) * longest > area:
+            cuts.append(place)
+            begin, longest = place, size
+    return np.split(order, cuts)
+
 
 def with_negatives(batch: EventBatch, rule: BatchRule, n_items: int, rng: np.random.Generator) -> EventBatch:
     """Items drawn once for the whole step: `in_batch` of its events with a loss, `uniform` of the catalogue."""
@@ -79,9 +102,18 @@ def with_negatives(batch: EventBatch, rule: BatchRule, n_items: int, rng: np.ran
     return replace(batch, negative=torch.from_numpy(negative), owner=torch.from_numpy(owner))
 
 
-def proposal(data: EventSplit, rule: BatchRule) -> torch.Tensor:
-    """log Q(i) of one draw, float32[n_items + 1]; f_i is the share of the train events."""
-    log_q = log_proposal(torch.from_numpy(data.popularity()[1:]), rule.in_batch, rule.uniform)
+def proposal(data: EventSplit, rule: BatchRule, seed: int) -> torch.Tensor:
+    """log Q(i) of one draw, float32[n_items + 1]; f_i is the mean share of an item in a batch's events with a loss.
+
+    Shares of all train events would be off: long histories show one window an epoch, and a batch draws from itself.
+    """
+    share = np.zeros(data.n_items + 1)
+    for epoch in range(PROPOSAL_EPOCHS):
+        batches = EpochWindows(data, rule, seed, epoch, torch.device("cpu"))
+        for index in range(len(batches)):
+            item = data.interactions.item[batches.losses_on(index)]
+            share += np.bincount(item, minlength=data.n_items + 1) / len(item)
+    log_q = log_proposal(torch.from_numpy(share[1:]), rule.in_batch, rule.uniform)
     return torch.cat([torch.zeros(1), log_q])
 
 

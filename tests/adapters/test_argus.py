@@ -9,6 +9,7 @@ import synthetic
 import torch
 import torch.nn.functional as F
 
+from adapters.argus import experiment
 from adapters.argus.evaluation import (
     last_places,
     mean_by_user,
@@ -18,12 +19,14 @@ from adapters.argus.evaluation import (
     tower_scorer,
 )
 from adapters.argus.events import DAY, EventSplit, part_windows, target_windows, windows
-from adapters.argus.experiment import recent_counts, tower_optimizer
+from adapters.argus.experiment import Trainer, fine_tune, recent_counts, serving, tower_optimizer, train, user_vectors
 from adapters.argus.model import Argus, ArgusConfig
-from adapters.argus.training import BatchRule, EpochWindows, proposal, with_negatives, with_pairs
+from adapters.argus.training import BatchRule, EpochWindows, group_by_area, proposal, with_negatives, with_pairs
 from auto_research.blocks.pairwise_loss import logistic_pairs
 from auto_research.blocks.sampled_softmax import sampled_softmax
 from auto_research.data.request_index import SPLITS
+from auto_research.experiment.context import Budget, Context
+from auto_research.train.state import StateFolder
 
 CONFIG = ArgusConfig(width=16, layers=2, heads=2, field=8, dropout=0.0, context=40)
 RULE = BatchRule(context=24, batch=6, in_batch=20, uniform=20)
@@ -141,13 +144,18 @@ def test_conditioning(data, inputs):
     """Feedback of t reaches neither prediction of t; its item reaches the feedback only; its context reaches both."""
     model, batch = build(data, inputs=inputs), history(data)
     query, said, done = outputs(model, batch)
-    t = 9
+    ends = batch.state[0].unique()[1:] - 1
+    t = next(int(t) for t in ends if t > 4 and batch.second[0, t - 1] == batch.second[0, t])
     later = batch.second[0] > batch.second[0, t]
     assert later.any()
+    reader = torch.nonzero(batch.state[0] == t + 1).flatten()
+    assert len(reader)  # predicted from the state right after t
     edits = {
         "rating": (batch.rating[0, t] % 5 + 1, False, False),
         "item": (batch.item[0, t] % data.n_items + 1, False, True),
         "hour": ((batch.hour[0, t] + 5) % 24, True, True),
+        "weekday": ((batch.weekday[0, t] + 3) % 7, True, True),
+        "gap": ((batch.gap[0, t] + 4) % 32, True, True),
     }
     for name, (value, moves_query, moves_feedback) in edits.items():
         changed = getattr(batch, name).clone()
@@ -157,7 +165,9 @@ def test_conditioning(data, inputs):
         assert torch.equal(s[t], said[t]) != moves_feedback
         if inputs == "merged":
             assert torch.equal(d.states[0, : t + 1], done.states[0, : t + 1])  # state 0 is the beginning
-        assert not torch.allclose(d.states[0, t + 1 :], done.states[0, t + 1 :], atol=1e-5)
+        assert not torch.allclose(d.states[0, t + 1], done.states[0, t + 1], atol=1e-5)
+        assert not torch.allclose(d.states[0, t + 2 :], done.states[0, t + 2 :], atol=1e-5)
+        assert not torch.allclose(q[reader], query[reader], atol=1e-5)
         touched = (q != query).any(1) | (s != said).any(1)
         touched[t] = False
         assert not (touched & ~later).any()
@@ -205,12 +215,12 @@ def test_triplets_predict_items_at_context_tokens_and_feedback_at_item_tokens(da
     assert len(hidden) == 1 + 3 * events
     assert torch.equal(done.for_item[0], hidden[1::3])
     assert torch.equal(done.for_feedback[0], hidden[2::3])
-    assert (
-        len(model.queries(done, batch.at)) == len(model.feedback(done, batch.at, batch.item.flatten()).like) == events
-    )
-    token = done.for_item[0].sum()
-    (gradient,) = torch.autograd.grad(token, seen["hidden"])
-    assert (gradient[0].abs().sum(1) > 0).sum() == events
+    item = batch.item.flatten()[batch.at]
+    for logits, kind in ((model.queries(done, batch.at), 0), (model.feedback(done, batch.at, item).rating, 1)):
+        assert len(logits) == events
+        (gradient,) = torch.autograd.grad(logits.sum(), seen["hidden"], retain_graph=True)
+        read = torch.nonzero(gradient[0].abs().sum(1)).flatten()
+        assert read.tolist() == list(range(1 + kind, 1 + 3 * events, 3))
 
 
 def test_padding_changes_nothing(data):
@@ -225,21 +235,14 @@ def test_padding_changes_nothing(data):
     assert together.isfinite().all()
 
 
-def test_switches_change_the_outputs(data):
+def test_items_alone_know_neither_context_nor_feedback(data):
     batch = history(data)
-    for switch in ({"encoder": "mean"}, {"inputs": "items", "fp": False}, {"reverse": True}):
-        model, plain = build(data, **switch), build(data)
-        plain.load_state_dict(
-            {
-                k: v
-                for k, v in model.state_dict().items()
-                if k in plain.state_dict() and v.shape == plain.state_dict()[k].shape
-            },
-            strict=False,
-        )
+    other = replace(batch, rating=batch.rating % 5 + 1, hour=(batch.hour + 5) % 24)
+    for inputs, same in (("items", True), ("merged", False)):
+        model = build(data, inputs=inputs, fp=inputs != "items")
         with torch.no_grad():
-            one, two = (m.catalogue(m.encode(batch), batch.at) for m in (model, plain))
-        assert not torch.allclose(one, two, atol=1e-4)
+            one, two = (model.queries(model.encode(b), b.at) for b in (batch, other))
+        assert torch.equal(one, two) == same
     with pytest.raises(ValueError, match="no loss"):
         ArgusConfig(nip=False, fp=False)
 
@@ -280,6 +283,30 @@ def test_sampling_every_item_once_is_the_full_softmax(data):
     assert F.cross_entropy(logits, item - 1).item() == pytest.approx(full.item(), abs=1e-5)
 
 
+def test_full_softmax_is_the_cross_entropy_over_the_catalogue(data):
+    model, batch = build(data, softmax="full", fp=False), history(data)
+    logits = model.catalogue(model.encode(batch), batch.at)[:, 1:]
+    expected = F.cross_entropy(logits, batch.item.flatten()[batch.at] - 1)
+    assert model.loss(batch, torch.zeros(0)).item() == pytest.approx(expected.item(), abs=1e-5)
+
+
+def test_losses_are_the_sums_of_the_specification(data):
+    model = build(data, tower=True)
+    batch = EpochWindows(data, replace(RULE, pairs=8), 0, 0, CPU)[0]
+    log_q = proposal(data, RULE, 0)
+    with torch.no_grad():
+        done = model.encode(batch)
+        nip, fp = model.nip_loss(done, batch, log_q).item(), model.fp_loss(done, batch).item()
+        pairs = logistic_pairs(*model.pair_scores(done, batch)).item()
+        assert min(nip, fp, pairs) > 0.1
+        assert model.loss(batch, log_q).item() == pytest.approx(nip + fp, abs=1e-5)
+        assert model.tuning_loss(batch, log_q).item() == pytest.approx(pairs + 0.1 * nip, abs=1e-5)
+    for switch, expected in (({"fp": False}, nip), ({"nip": False}, fp)):
+        one = build(data, **switch)
+        one.load_state_dict({k: v for k, v in model.state_dict().items() if k in one.state_dict()})
+        assert one.loss(batch, log_q).item() == pytest.approx(expected, abs=1e-5)
+
+
 def test_without_correction_log_q_has_no_say(data):
     batch = with_negatives(history(data), RULE, data.n_items, np.random.default_rng(0))
     log_q = torch.linspace(-6, -2, data.n_items + 1)
@@ -290,12 +317,34 @@ def test_without_correction_log_q_has_no_say(data):
         assert bool(same) != logq
 
 
-def test_proposal_is_the_mixture(data):
-    log_q = proposal(data, BatchRule(in_batch=256, uniform=256))
-    counts = data.popularity()[1:]
-    expected = (256 * counts / counts.sum() + 256 / data.n_items) / 512
-    assert np.allclose(log_q[1:].exp(), expected)
-    assert log_q[1:].exp().sum().item() == pytest.approx(1, abs=1e-5)
+def test_proposal_is_what_batches_draw(data):
+    rule = BatchRule(context=16, batch=4, in_batch=3000, uniform=1000)
+    q = proposal(data, rule, 0)[1:].exp().numpy()
+    assert q.sum() == pytest.approx(1, abs=1e-5)
+    assert q.min() >= 0.25 / data.n_items - 1e-8
+    drawn = np.zeros(data.n_items + 1)
+    for epoch in range(40):
+        batches = EpochWindows(data, rule, 0, epoch, CPU)
+        for index in range(len(batches)):
+            drawn += np.bincount(batches[index].negative.numpy(), minlength=data.n_items + 1)
+    assert abs(drawn[1:] / drawn.sum() - q).sum() / 2 < 0.03
+
+
+def test_steps_have_one_area(data):
+    """Neither a step of short histories nor one of long ones weighs its events much more than another."""
+    rng = np.random.default_rng(0)
+    length = rng.integers(5, 65, 400)
+    order = np.argsort(length, kind="stable")
+    groups = group_by_area(order, length, 512)
+    assert np.array_equal(np.concatenate(groups), order)
+    area = [len(group) * length[group].max() for group in groups]
+    assert max(area) <= 512
+    assert min(area[:-1]) > 512 - 2 * 64
+    assert [len(group) for group in group_by_area(np.arange(2), np.array([9, 9]), 4)] == [1, 1]
+    rule = replace(RULE, batch=8)
+    batches = EpochWindows(data, rule, 0, 0, CPU)
+    assert all(math.prod(batches[i].shape) <= rule.batch * rule.context // 2 for i in range(len(batches)))
+    assert all(len(batches.losses_on(i)) == len(batches[i].at) > 0 for i in range(len(batches)))
 
 
 def test_negatives_are_not_of_the_same_user_and_not_the_positive(data, monkeypatch):
@@ -376,6 +425,21 @@ def test_reversed_items_are_conditioned_on_feedback(data):
         assert torch.allclose(model.queries(done, batch.at), expected, atol=1e-5)
         other = model.feedback(done, batch.at, batch.item.flatten() % data.n_items + 1).like
         assert torch.equal(model.feedback(done, batch.at, batch.item.flatten()).like, other)  # feedback knows no item
+
+
+def test_reversed_loss_reads_no_true_feedback_when_it_is_measured(data):
+    model, batch = build(data, reverse=True), history(data)
+    t = int(torch.nonzero(batch.second[0] < batch.second[0, -1]).flatten()[-1])
+    batch = replace(batch, at=torch.tensor([t]))
+    rating = batch.rating.clone()
+    rating[0, t] = rating[0, t] % 5 + 1
+    for training in (False, True):
+        model.train(training)  # without dropout
+        one, two = (
+            model.nip_loss(model.encode(b), b, torch.zeros(0), full=True)
+            for b in (batch, replace(batch, rating=rating))
+        )
+        assert torch.equal(one, two) != training
 
 
 def test_normalised_entropy_of_a_constant_guess_is_one():
@@ -477,6 +541,79 @@ def test_fine_tuning_rates(data):
     assert by_rate == {1e-2: towers, 1e-2 * 0.1: sum(p.numel() for p in model.parameters()) - towers}
     tower_optimizer(model, {"learning_rate": 1e-2}, 0.0)
     assert {n.split(".")[0] for n, p in model.named_parameters() if p.requires_grad} == {"user_tower", "object_tower"}
+
+
+# Stages
+
+TRIAL = {"learning_rate": 1e-3, "weight_decay": 1e-4}
+BUDGET = (
+    {"context": 24, "batch": 6, "in_batch": 20, "uniform": 20}
+    | {"width": 16, "field": 8, "layers": 1, "heads": 2, "dropout": 0.3}
+    | {"epochs": 2, "patience": None, "warmup": 2, "trials": [TRIAL]}
+    | {"tune_epochs": 1, "scaling": [[16, 1]], "scaling_epochs": 1}
+)
+
+
+@pytest.fixture
+def stage(data, tmp_path, monkeypatch):
+    """Makes the context of a stage on the synthetic events."""
+    monkeypatch.setattr(experiment, "load_split", lambda ctx, build: data)
+
+    def make(name, switch=None, **more):
+        state = StateFolder(tmp_path / name)
+        shared = {"seed": 3, "budget": Budget(BUDGET), "layout": None, "state": state, "quiet": True}
+        return Context("argus", name, "tiny", data.interactions.dataset, switch=switch, **(shared | more))
+
+    return make
+
+
+def test_fine_tuning_starts_from_the_pre_training_of_argus(stage):
+    last = {}
+
+    def keep(name):
+        def observe(event, values):
+            if event == "step" and not values["model"].config.tower:
+                last[name] = {k: v.detach().clone() for k, v in values["model"].state_dict().items()}
+
+        return observe
+
+    argus = train(stage("argus", observer=keep("argus")), CPU)
+    tuned = fine_tune(stage("argus_ft", {"scratch": False}, observer=keep("argus_ft")), CPU)
+    assert last["argus"].keys() == last["argus_ft"].keys()
+    assert all(torch.equal(value, last["argus_ft"][name]) for name, value in last["argus"].items())
+    assert tuned.cost["pretrain_steps"] == argus.cost["steps"]
+    scratch = fine_tune(stage("ft_scratch", {"scratch": True}), CPU)
+    assert scratch.cost["steps"] == pytest.approx(tuned.cost["steps"], abs=2)  # epochs differ by a batch
+    assert tuned.cost["steps"] > argus.cost["steps"]
+    assert tuned.cost["seconds"] > tuned.cost["pretrain_seconds"] > 0
+
+
+def test_scaling_is_studied_on_the_tuning_seed_only(stage):
+    for tuned in (None, TRIAL):
+        measured = train(stage(f"argus-{tuned is None}", {"scaling": True}, tuned=tuned), CPU)
+        assert ("studies" in measured.extra) == (tuned is None)
+
+
+def test_a_frozen_encoder_stays_bit_for_bit(data, stage, tmp_path):
+    model = build(data, tower=True, context=24).train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    Trainer(stage("frozen"), CPU).tune(model, TRIAL, StateFolder(tmp_path / "tune"), 0.0, 1, steps=2)
+    moved = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    assert {name.split(".")[0] for name in moved} == {"user_tower", "object_tower"}
+    assert len(moved) >= 6  # the last bias of the item tower cancels in a pair
+
+
+def test_stale_lists_and_user_vectors(data):
+    model = build(data, tower=True, context=24)
+    found = serving(model, data, CPU)["ndcg@10_of_towers_by_delay"]
+    assert found.keys() == {"none", "request", "day"}
+    users = np.arange(len(data))
+    batch = target_windows(data, "test", users, 24, delay="none")
+    with torch.no_grad():
+        fresh, *stale = (tower_scorer(model, data, CPU, delay)("test", users) for delay in ("none", "request", "day"))
+        own = user_vectors(model, batch) @ model.object_vectors(model.encode(batch)).t()
+    assert np.allclose(own.numpy(), fresh, atol=1e-5)
+    assert not any(np.allclose(late, fresh, atol=1e-5) for late in stale)
 
 
 # Measures
