@@ -588,6 +588,14 @@ def test_fine_tuning_starts_from_the_pre_training_of_argus(stage):
     assert tuned.cost["seconds"] > tuned.cost["pretrain_seconds"] > 0
 
 
+def test_without_pre_training_the_towers_have_the_steps_of_both_stages(stage):
+    budget = Budget(BUDGET | {"steps": 4, "tune_steps": 2})
+    tuned, scratch = (
+        fine_tune(stage(f"scratch-{scratch}", {"scratch": scratch}, budget=budget), CPU) for scratch in (False, True)
+    )
+    assert tuned.cost["steps"] == scratch.cost["steps"] == 6
+
+
 def test_scaling_is_studied_on_the_tuning_seed_only(stage):
     for tuned in (None, TRIAL):
         measured = train(stage(f"argus-{tuned is None}", {"scaling": True}, tuned=tuned), CPU)
