@@ -34,6 +34,7 @@ LOWER_IS_BETTER = frozenset(
     }
     | {"ntp_val_loss", "val_ntp_loss", "dislike_hit@10", "max_grad_norm_rl", "kl_to_sft", "short_lists", "profile_kl"}
     | {"distill_mae_rollout", "distill_mae_impression", "reconstruction_mse", "orthogonality_error"}
+    | {"redundancy_cosine", "redundancy_cosine_squared", "redundancy_r2", "mean_surface_ne"}
 )
 MIN_SEEDS = 3
 NEVER_A_RESULT = ("tiny", "smoke")
