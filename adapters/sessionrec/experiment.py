@@ -4,6 +4,7 @@ What makes an arm differ is its `switch` in card.yaml; sizes are in the budget. 
 60 s sessions of `SessionSplit`, whatever an arm takes as a token.
 """
 
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +26,8 @@ from auto_research.metrics.cost import count_params, flops_of
 from auto_research.runtime.devices import device_for
 from auto_research.runtime.seeds import seed_everything
 from auto_research.train.fitting import FitBudget, fit_model, load_split, settings
+from auto_research.train.next_item import BETAS
+from auto_research.train.optimizer import adamw
 from auto_research.train.state import StateFolder
 from auto_research.train.tuning import Trained, best_of_trials
 
@@ -33,6 +36,7 @@ experiment = Experiment("sessionrec")
 SELECTION = "ndcg@10"
 STUDY_EVENTS = (50, 100, 200)
 WARM_UP, TIMED = 1, 5
+SERVED = 20
 
 
 def rule_of(ctx: Context) -> TokenRule:
@@ -47,15 +51,9 @@ def build_model(ctx: Context, data: SessionSplit, rule: TokenRule, hyperparamete
     return SessionRec(config, genres, decade, table.vocab["decade"])
 
 
-def target_share(sequences: TokenSequences, n_items: int, single: bool) -> Tensor:
-    """f_i: how often an item is a positive of the training targets; float32[n_items + 1], sums to 1.
-
-    single: one positive of each target is drawn, so each counts 1 / |P|.
-    """
-    real = sequences.pos > 0
-    weight = 1 / np.maximum(real.sum(1, keepdims=True), 1) if single else np.ones((len(real), 1))
-    weight = np.broadcast_to(weight, real.shape)[real]
-    count = np.bincount(sequences.pos[real], weights=weight, minlength=n_items + 1)
+def target_share(sequences: TokenSequences, n_items: int) -> Tensor:
+    """f_i: how often an item is a positive of the training targets; float32[n_items + 1], sums to 1."""
+    count = np.bincount(sequences.pos[sequences.pos > 0], minlength=n_items + 1)
     return torch.from_numpy(count / max(count.sum(), 1)).float()
 
 
@@ -73,12 +71,16 @@ def model_scorer(model: SessionRec, data: SessionSplit, rule: TokenRule, device:
     return score
 
 
+def optimizer_of(model: SessionRec, hyperparameters: dict[str, Any]) -> torch.optim.Optimizer:
+    return adamw(model, hyperparameters["learning_rate"], hyperparameters.get("weight_decay", 0.0), betas=BETAS)
+
+
 def train(ctx: Context, device: torch.device) -> Measurement:
     """Tune, train and measure one arm."""
     data, rule = load_split(ctx, SessionSplit.build), rule_of(ctx)
     sequences = token_sequences(data, rule, "valid", targets=True)
     draws, budget = settings(Draws, ctx), FitBudget.of(ctx.budget)
-    share = target_share(sequences, data.n_items, draws.single).to(device)
+    share = target_share(sequences, data.n_items).to(device)
 
     def run(hyperparameters: dict[str, Any], state: StateFolder) -> Trained:
         seed_everything(ctx.seed)
@@ -96,6 +98,7 @@ def train(ctx: Context, device: torch.device) -> Measurement:
             loss=lambda model, batch: model.loss(batch, share),
             validate=lambda _: validation_metrics(score, data),
             key=SELECTION,
+            optimizer=optimizer_of(model, hyperparameters),
         )
 
     best, trials = best_of_trials(ctx, run, SELECTION, race=True)
@@ -110,50 +113,70 @@ def train(ctx: Context, device: torch.device) -> Measurement:
     measured = measure(model_scorer(model, data, rule, device), data)
     measured.validation, measured.curve = best.validation, best.curve
     measured.hyperparameters, measured.trials = best.hyperparameters, trials
-    measured.cost |= best.cost | costs(model, sequences, data, rule, device, ctx.budget.batch)
-    measured.extra = {"sessions": data.counts(), "studies": studies(model, data, rule, device)}
+    step_ms = train_step_ms(model, best.hyperparameters, sequences, draws, share, ctx.budget.batch)
+    measured.cost |= best.cost | {"train_step_ms": step_ms, "tokens_per_user": len(sequences.gap) / len(sequences)}
+    measured.cost |= serving_costs(model, data, rule, device)
+    measured.extra = {
+        "sessions": data.counts(),
+        "temperature": model.temperature(torch.ones(())).reciprocal().item(),
+        "studies": studies(model, data, rule, device),
+    }
     return measured
 
 
-def costs(model, sequences, data: SessionSplit, rule: TokenRule, device: torch.device, batch: int) -> dict[str, float]:
-    """Parameters, tokens a user, and milliseconds of a train step (of `batch` users) and of a served query."""
-    users = np.arange(min(batch, len(data)))
-    training = Draws().apply(take(sequences, users, data.n_items), np.random.default_rng(0)).to(device)
-    share = torch.full((data.n_items + 1,), 1 / data.n_items, device=device)
-    one = take(token_sequences(data, rule, "test", users[:1]), users[:1], data.n_items).to(device)
+def train_step_ms(
+    model: SessionRec,
+    hyperparameters: dict[str, Any],
+    sequences: TokenSequences,
+    draws: Draws,
+    share: Tensor,
+    batch: int,
+) -> float:
+    """Milliseconds of an optimizer step over the first batch of the first epoch; the model itself stays as it is."""
+    trained = deepcopy(model).train()
+    optimizer = optimizer_of(trained, hyperparameters)
+    users = EpochBatches(sequences, len(share) - 1, batch, draws, 0, 0, share.device)[0]
 
     def step() -> None:
-        model.zero_grad(set_to_none=True)
-        model.loss(training, share).backward()
+        optimizer.zero_grad(set_to_none=True)
+        trained.loss(users, share).backward()
+        torch.nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
+        optimizer.step()
 
-    model.train()
-    step_ms = 1e3 * median_seconds(step, device, WARM_UP, TIMED)
-    model.zero_grad(set_to_none=True)
-    model.eval()
-    with torch.no_grad():
-        query_ms = 1e3 * median_seconds(lambda: model(one), device, WARM_UP, TIMED)
-        flops = float(flops_of(lambda: model(one)))
+    return 1e3 * median_seconds(step, share.device, WARM_UP, TIMED)
+
+
+def serving_costs(model: SessionRec, data: SessionSplit, rule: TokenRule, device: torch.device) -> dict[str, float]:
+    """Parameters, and milliseconds and operations of one query: encoder, dot products and top-k, item vectors stored."""
+    user = np.zeros(1, dtype=np.int64)
+    batch = take(token_sequences(data, rule, "test", user), user, data.n_items).to(device)
+    seen = torch.zeros(1, data.n_items + 1, dtype=torch.bool, device=device)
+    seen[0, torch.from_numpy(data.seen("test", user)[0]).to(device)] = True
+    items, candidates = model.export()
+
+    def serve() -> Tensor:
+        return model.retrieve(batch, items, candidates, seen, SERVED)
+
     return {
         "params": count_params(model),
-        "flops": flops,
-        "tokens_per_user": len(sequences.gap) / len(sequences),
-        "train_step_ms": step_ms,
-        "query_ms": query_ms,
+        "flops": float(flops_of(serve)),
+        "query_ms": 1e3 * median_seconds(serve, device, WARM_UP, TIMED),
     }
 
 
 @torch.no_grad()
 def studies(model: SessionRec, data: SessionSplit, rule: TokenRule, device: torch.device) -> dict[str, Any]:
-    """Tokens and floating-point operations of one query by length of the history, for the user with most events."""
+    """Tokens and operations of one encoded query by length of the history, for the user with most events."""
     longest = np.array([int(np.argmax(data.test[:, 0] - data.first))])
     tokens, flops = [], []
+    items, _ = model.export()
     for events in STUDY_EVENTS:
         if events > rule.events:
             break
         sequences = token_sequences(data, replace(rule, events=events), "test", longest)
         batch = take(sequences, np.zeros(1, dtype=np.int64), data.n_items).to(device)
         tokens.append((events, batch.tokens))
-        flops.append((events, flops_of(lambda batch=batch: model.queries(batch))))
+        flops.append((events, flops_of(lambda batch=batch: model.queries(batch, items))))
     x = "newest events of the user"
     return (
         {}

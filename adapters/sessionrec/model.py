@@ -29,6 +29,7 @@ from auto_research.runtime.precision import float32_region
 POOLINGS = ("mean", "attention", "transformer", "last")
 ENCODERS = ("transformer", "hstu")
 START_SCALE = 0.02
+ID_SCALE = 8.0  # ids start with unit variance and still move this many learning rates a step
 START_TEMPERATURE = 0.1
 SIGNS = 3  # padding, positive, negative
 
@@ -39,7 +40,7 @@ class SessionRecConfig:
 
     field: width of the id part; genres and decade have half of it.  encoder: transformer | hstu.  pooling: mean |
     attention | transformer | last.  id_only: items without genres and decade.  alpha: weight of the rank loss.
-    negatives: sampled | full softmax.  gap: False leaves the pause between tokens out.  tokens: longest sequence.
+    negatives: sampled | full softmax.  pauses: False leaves the pause between tokens out.  tokens: longest sequence.
     """
 
     width: int = 64
@@ -50,7 +51,7 @@ class SessionRecConfig:
     encoder: str = "transformer"
     pooling: str = "mean"
     id_only: bool = False
-    gap: bool = True
+    pauses: bool = True
     alpha: float = 0.1
     negatives: str = "sampled"
     tokens: int = 50
@@ -67,20 +68,26 @@ class ItemEmbedding(nn.Module):
         super().__init__()
         self.id_only = config.id_only
         side = 0 if config.id_only else config.field // 2
-        self.item = nn.Embedding(len(genres), config.field)
+        self.item = _scaled_table(len(genres), config.field)
         if side:
             self.register_buffer("genres", genres.float(), persistent=False)
             self.register_buffer("decade_of", decade.long(), persistent=False)
             self.genre = nn.Linear(genres.shape[1], side, bias=False)
-            self.decade = nn.Embedding(decades, side)
+            self.decade = _scaled_table(decades, side)
         width = config.width
         self.mlp = nn.Sequential(nn.Linear(config.field + 2 * side, width), nn.SiLU(), nn.Linear(width, width))
 
     def forward(self) -> Tensor:
-        parts = [self.item.weight]
+        parts = [self.item.weight * ID_SCALE]
         if not self.id_only:
-            parts += [self.genre(self.genres), self.decade(self.decade_of)]
+            parts += [self.genre(self.genres), self.decade(self.decade_of) * ID_SCALE]
         return self.mlp(torch.cat(parts, dim=1))
+
+
+def _scaled_table(rows: int, width: int) -> nn.Embedding:
+    table = nn.Embedding(rows, width)
+    nn.init.normal_(table.weight, std=1 / ID_SCALE)
+    return table
 
 
 class SessionEncoder(nn.Module):
@@ -120,7 +127,7 @@ class SequenceEncoder(nn.Module):
     def __init__(self, config: SessionRecConfig):
         super().__init__()
         self.position = nn.Parameter(torch.randn(config.tokens, config.width) * START_SCALE)
-        self.gap = nn.Embedding(GAP_BUCKETS, config.width) if config.gap else None
+        self.gap = nn.Embedding(GAP_BUCKETS, config.width) if config.pauses else None
         if self.gap is not None:
             nn.init.normal_(self.gap.weight, std=START_SCALE)
         self.dropout = Dropout(config.dropout)
@@ -172,10 +179,21 @@ class SessionRec(nn.Module):
         return self.scores(self.queries(batch, items)[batch.last()], items)
 
     @torch.no_grad()
-    def export(self, batch: SessionBatch) -> tuple[Tensor, Tensor]:
-        """What serving needs: unit item vectors [n_items + 1, D] and one unit query per user [B, D]."""
+    def export(self) -> tuple[Tensor, Tensor]:
+        """What serving stores: item vectors as inputs and as unit candidates, both [n_items + 1, D]."""
         items = self.items()
-        return F.normalize(items.float(), dim=1), F.normalize(self.queries(batch, items)[batch.last()].float(), dim=1)
+        return items, F.normalize(items.float(), dim=1)
+
+    @torch.no_grad()
+    def retrieve(self, batch: SessionBatch, items: Tensor, candidates: Tensor, seen: Tensor, k: int) -> Tensor:
+        """int64[B, k] best items after the newest token, best first.
+
+        items, candidates: from `export`.  seen: bool[B, n_items + 1], items left out.
+        """
+        query = F.normalize(self.queries(batch, items)[batch.last()].float(), dim=1)
+        cosine = (query @ candidates.t()).masked_fill(seen, -torch.inf)
+        cosine[:, 0] = -torch.inf
+        return cosine.topk(k, dim=1).indices
 
     def loss(self, batch: SessionBatch, share: Tensor) -> Tensor:
         """L_ret + alpha L_rank, means over the target sessions of the batch. share: f_i of train targets, [n_items + 1]."""
@@ -185,11 +203,11 @@ class SessionRec(nn.Module):
         retrieval = self._retrieval(scores, batch, share)
         if not self.config.alpha:
             return retrieval.mean()
-        rank = all_pairs(*_of(scores, batch.pos), *_of(scores, batch.wrong))
+        rank = all_pairs(*_of(scores, batch.aim), *_of(scores, batch.wrong))
         return (retrieval + self.config.alpha * rank).mean()
 
     def _retrieval(self, scores: Tensor, batch: SessionBatch, share: Tensor) -> Tensor:
-        positive, mask = _of(scores, batch.pos)
+        positive, mask = _of(scores, batch.aim)
         usable = ~excluded(batch)
         if self.config.negatives == "full":
             return multi_positive_softmax(positive, mask, scores, usable)
@@ -219,8 +237,8 @@ def negative_counts(batch: SessionBatch, share: Tensor) -> tuple[Tensor, Tensor]
 def excluded(batch: SessionBatch) -> Tensor:
     """bool[R, n_items + 1]: padding, and the items of the target session, which are never its negatives."""
     table = torch.zeros(len(batch.state), len(batch.drawn), dtype=torch.bool, device=batch.pos.device)
-    both = torch.cat([torch.zeros_like(batch.pos[:, :1]), batch.pos, batch.neg], dim=1)
-    return table.scatter(1, both, True)
+    table[:, 0] = True
+    return table.index_put((batch.skip_of, batch.skip), torch.ones_like(batch.skip, dtype=torch.bool))
 
 
 def _of(scores: Tensor, items: Tensor) -> tuple[Tensor, Tensor]:

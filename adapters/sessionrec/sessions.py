@@ -207,8 +207,9 @@ class TokenSequences:
     """Histories of U users as tokens, flat: user u has tokens [token_start[u], token_start[u + 1]).
 
     item, positive: of E events, token_of int64[E] ascending.  gap: int64[N] bucket of the pause before each token.
-    state: int64[R] token whose state predicts; pos, neg: int64[R, K] target items, 0 padded.
-    event_start, token_start, target_start: int64[U + 1].
+    state: int64[R] token whose state predicts; pos, neg: int64[R, K] newest positives and negatives of its target, 0
+    padded.  skip: all items of the targets, those of target r at [skip_start[r], skip_start[r + 1]).
+    event_start, token_start, target_start: int64[U + 1].  skip_start: int64[R + 1].
     """
 
     item: np.ndarray
@@ -218,6 +219,8 @@ class TokenSequences:
     state: np.ndarray
     pos: np.ndarray
     neg: np.ndarray
+    skip: np.ndarray
+    skip_start: np.ndarray
     event_start: np.ndarray
     token_start: np.ndarray
     target_start: np.ndarray
@@ -259,6 +262,8 @@ def token_sequences(
         state=join("state") + state_shift,
         pos=join("pos"),
         neg=join("neg"),
+        skip=join("skip"),
+        skip_start=np.concatenate([[0], np.cumsum(join("skip_size"))]).astype(np.int64),
         event_start=starts("rows"),
         token_start=tokens,
         target_start=starts("state"),
@@ -294,7 +299,8 @@ def _one(
     else:
         newest = np.ones(len(rows), dtype=bool)
     if rule.inputs == "positive":
-        newest &= table.rating[rows] >= LIKE_RATING
+        liked = newest & (table.rating[rows] >= LIKE_RATING)
+        newest = liked if liked.any() else rows == rows[-1]  # every user has a token
     token_row, token_of = np.unique(opens[newest], return_inverse=True)
     part = {"rows": rows[newest], "token_of": token_of.astype(np.int64), "gap": gap[token_row]}
     return part | _targets(table, rule, number, rows, token_row if targets else token_row[:0])
@@ -315,12 +321,12 @@ def _place_from_end(group: np.ndarray) -> np.ndarray:
 def _targets(table: Interactions, rule: TokenRule, number: np.ndarray, rows: np.ndarray, token_row: np.ndarray) -> dict:
     """Predicting tokens of one user and their target items."""
     liked, item = table.rating[rows] >= LIKE_RATING, table.item[rows].astype(np.int64)
-    state, pos, neg = [], [], []
+    state, pos, neg, skip = [], [], [], []
     if rule.targets == "item":
         for token, row in enumerate(token_row):
             later = np.flatnonzero(liked & (rows > row))[:1]
             if len(later):
-                state.append(token), pos.append(item[later]), neg.append(item[:0])
+                state.append(token), pos.append(item[later]), neg.append(item[:0]), skip.append(item[later])
     else:
         units = number[rows]
         for unit in np.unique(units)[1:]:
@@ -328,8 +334,15 @@ def _targets(table: Interactions, rule: TokenRule, number: np.ndarray, rows: np.
             before = int(np.searchsorted(token_row, rows[inside][0])) - 1
             if before >= 0 and liked[inside].any():
                 state.append(before), pos.append(item[inside & liked]), neg.append(item[inside & ~liked])
+                skip.append(item[inside])
     width = 1 if rule.targets == "item" else rule.targets_kept
-    return {"state": np.array(state, dtype=np.int64), "pos": _padded(pos, width), "neg": _padded(neg, width)}
+    return {
+        "state": np.array(state, dtype=np.int64),
+        "pos": _padded(pos, width),
+        "neg": _padded(neg, width),
+        "skip": np.concatenate([item[:0], *skip]),
+        "skip_size": np.array([len(items) for items in skip], dtype=np.int64),
+    }
 
 
 def _padded(lists: list[np.ndarray], width: int) -> np.ndarray:

@@ -10,7 +10,13 @@ import torch
 
 from adapters.sessionrec.batches import Draws, EpochBatches, SessionBatch, take
 from adapters.sessionrec.evaluation import measure, set_metrics, set_ranks
-from adapters.sessionrec.experiment import model_scorer, target_share
+from adapters.sessionrec.experiment import (
+    model_scorer,
+    optimizer_of,
+    serving_costs,
+    target_share,
+    train_step_ms,
+)
 from adapters.sessionrec.model import SessionRec, SessionRecConfig, excluded, negative_counts
 from adapters.sessionrec.sessions import (
     SessionSplit,
@@ -22,6 +28,7 @@ from adapters.sessionrec.sessions import (
 from auto_research.baselines.linear_floor import known_items
 from auto_research.blocks.pairwise_loss import all_pairs
 from auto_research.blocks.sampled_softmax import multi_positive_softmax
+from auto_research.metrics.cost import flops_of
 from auto_research.runtime.errors import NonFinite
 
 ITEMS = 30
@@ -59,7 +66,12 @@ def batch_of(sessions, gaps=None, pos=(), neg=(), state=()) -> SessionBatch:
         state=torch.tensor(state, dtype=torch.int64),
         pos=padded(pos),
         neg=padded(neg),
+        aim=padded(pos),
         wrong=padded(neg),
+        skip=torch.tensor([item for lists in (pos, neg) for items in lists for item in items], dtype=torch.int64),
+        skip_of=torch.tensor(
+            [row for lists in (pos, neg) for row, items in enumerate(lists) for _ in items], dtype=torch.int64
+        ),
         drawn=torch.zeros(ITEMS + 1),
         users=1,
     )
@@ -179,6 +191,52 @@ def test_newest_items_are_kept():
     assert found.pos.tolist() == [table.item[16:20].tolist()]
 
 
+@pytest.mark.parametrize("unit", ["session", "item", "chunk"])
+def test_the_whole_target_session_is_skipped_however_few_targets_are_kept(data, unit):
+    rule = replace(RULE, unit=unit, events=60, tokens=40)
+    few = token_sequences(data, replace(rule, targets_kept=2), "valid", targets=True)
+    every = token_sequences(data, replace(rule, targets_kept=60), "valid", targets=True)
+    assert few.pos.shape[1] == 2
+    cut = 0
+    for row in range(len(few.state)):
+        whole = {*every.pos[row].tolist(), *every.neg[row].tolist()} - {0}
+        assert set(few.skip[few.skip_start[row] : few.skip_start[row + 1]].tolist()) == whole
+        cut += len(whole - set(few.pos[row].tolist()) - set(few.neg[row].tolist()))
+    assert cut > 50
+    batch = take(few, np.array([3, 1]), data.n_items)
+    table = excluded(batch)
+    chosen = [*range(*few.target_start[3:5]), *range(*few.target_start[1:3])]
+    for row, target in enumerate(chosen):
+        whole = few.skip[few.skip_start[target] : few.skip_start[target + 1]]
+        assert set(np.flatnonzero(table[row])) == {0, *whole.tolist()}
+    assert len(chosen) == len(table) > 2
+
+
+def test_a_history_without_a_positive_keeps_its_newest_event():
+    table = synthetic.interactions(users=2, ratings=40)
+    rating = np.full(80, 5.0, dtype=np.float32)
+    rating[20:30] = 1  # the newest events before the validation session
+    table = table.edited(timestamp=np.tile(np.repeat(np.arange(4) * 1000, 10), 2), rating=rating)
+    split = SessionSplit.build(table)
+    assert split.valid[0].tolist() == [10, 20]
+    split = replace(split, valid=split.test)
+    found = token_sequences(split, TokenRule(events=10, inputs="positive"), "valid", targets=True)
+    assert np.diff(found.token_start).tolist() == [1, 1]
+    assert found.item[0] == table.item[29]
+    assert take(found, np.array([1, 0]), table.n_items).last().tolist() == [0, 1]
+
+
+def test_a_longer_gap_joins_sessions(data):
+    wide = replace(RULE, events=60, tokens=60, token_items=60, gap=1800)
+    table = data.interactions
+    number = session_numbers(table.user, table.timestamp, gap=1800)
+    found = token_sequences(data, wide, "valid")
+    for i in range(len(data)):
+        rows = np.arange(data.first[i], data.valid[i, 0])
+        assert np.diff(found.token_start)[i] == len(np.unique(number[rows]))
+    assert len(found.gap) < len(token_sequences(data, replace(wide, gap=60), "valid").gap)
+
+
 # Items, session encoder, sequence encoder
 
 
@@ -191,6 +249,48 @@ def test_order_inside_a_session_does_not_matter_and_the_order_of_sessions_does()
         assert not torch.allclose(queries(model, SESSIONS)[-1], queries(model, swapped)[-1], atol=1e-3)
     last = build(pooling="last")
     assert not torch.allclose(queries(last, SESSIONS), queries(last, [s[::-1] for s in SESSIONS]), atol=1e-3)
+
+
+@pytest.mark.parametrize("pooling", ["attention", "transformer"])
+def test_other_poolings_are_trained_and_are_no_mean(pooling):
+    model, mean = build(pooling=pooling), build()
+    batch = batch_of(SESSIONS, pos=[[11], [12]], neg=[[13], []], state=[1, 2])
+    model.loss(batch, torch.zeros(ITEMS + 1)).backward()
+    parameters = dict(model.ise.named_parameters())
+    assert parameters
+    for name, parameter in parameters.items():
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().sum() > 0, name
+    with torch.no_grad():
+        if pooling == "attention":
+            model.ise.query.copy_(torch.randn(16))
+        x, token_of = torch.randn(4, 16), torch.tensor([0, 0, 0, 1])
+        assert not torch.allclose(model.ise(x, token_of, 2)[0], mean.ise(x, token_of, 2)[0], atol=1e-2)
+
+
+def test_attention_pooling_by_hand():
+    model = build(pooling="attention")
+    with torch.no_grad():
+        model.ise.query.copy_(torch.eye(16)[0])
+        x = torch.zeros(3, 16)
+        x[0, 0], x[1, 1], x[2, 2] = math.log(3), 1, 1
+        pooled = model.ise(x, torch.tensor([0, 0, 1]), 2)
+    assert torch.allclose(pooled[0, :2], torch.tensor([0.75 * math.log(3), 0.25]))  # weights 3 : 1
+    assert torch.equal(pooled[1], x[2])
+
+
+def test_identifiers_start_with_unit_variance_and_move_by_several_learning_rates():
+    model = build(items=400)
+    inputs = []
+    model.items.mlp.register_forward_pre_hook(lambda _, args: inputs.append(args[0].detach()))
+    model.items()
+    assert inputs[0][:, :8].std().item() == pytest.approx(1, abs=0.05)
+    optimizer = optimizer_of(model, {"learning_rate": 1e-3})
+    model.items().square().sum().backward()
+    optimizer.step()
+    model.items()
+    moved = (inputs[-1] - inputs[0])[:, :8].abs()
+    assert moved.median().item() == pytest.approx(8e-3, rel=0.01)
 
 
 def test_the_mean_is_over_the_items_of_the_session():
@@ -218,6 +318,39 @@ def test_one_pass_equals_a_pass_per_prefix(encoder):
     whole = queries(model, SESSIONS)
     for t in range(1, len(SESSIONS)):
         assert torch.allclose(whole[t - 1], queries(model, SESSIONS[:t])[-1], atol=1e-5)
+
+
+def up_to(batch, state):
+    """The batch of one user cut behind the token `state`."""
+    inside = batch.token_of <= state
+    events = {name: getattr(batch, name)[inside] for name in ("item", "sign", "token_of")}
+    return replace(batch, **events, user=batch.user[: state + 1], gap=batch.gap[: state + 1])
+
+
+@pytest.mark.parametrize("encoder", ["transformer", "hstu"])
+@pytest.mark.parametrize("unit", ["session", "item", "chunk"])
+def test_all_targets_of_one_pass_equal_prefix_passes_on_sequences(data, encoder, unit):
+    rule = replace(RULE, unit=unit, chunk=3)
+    model = build(items=data.n_items, encoder=encoder, tokens=rule.longest)
+    sequences = token_sequences(data, rule, "valid", targets=True)
+    compared = 0
+    with torch.no_grad():
+        for i in range(3):
+            batch = take(sequences, np.array([i]), data.n_items)
+            whole = model.queries(batch)
+            for state in batch.state.tolist():
+                assert torch.allclose(whole[state], model.queries(up_to(batch, state))[-1], atol=1e-5)
+                compared += state + 1 < batch.tokens
+    assert compared > 5
+
+
+@pytest.mark.parametrize("pauses", [True, False])
+def test_pauses_are_read_only_where_asked_for(data, pauses):
+    model = build(items=data.n_items, pauses=pauses)
+    batch = take(token_sequences(data, RULE, "test"), np.arange(4), data.n_items)
+    with torch.no_grad():
+        other = model.queries(replace(batch, gap=(batch.gap + 7) % 33))
+        assert torch.allclose(model.queries(batch), other, atol=1e-4) != pauses
 
 
 @pytest.mark.parametrize("encoder", ["transformer", "hstu"])
@@ -280,6 +413,18 @@ def test_loss_of_the_model_by_hand(alpha, expected, monkeypatch):
     assert model.loss(batch, torch.zeros(5)).item() == pytest.approx(expected, abs=1e-4)
 
 
+def test_sampled_loss_of_the_model_by_hand(monkeypatch):
+    """Every item drawn once, as expected: positives 1, 2 score 1, item 3 scores 0, the negative 4 is left out."""
+    model = build(alpha=0.0)
+    batch = batch_of(SESSIONS, pos=[[1, 2]], neg=[[4]], state=[2])
+    batch.drawn = torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0])
+    scores = torch.tensor([[9.0, 1.0, 1.0, 0.0, -1.0]])
+    monkeypatch.setattr(SessionRec, "scores", lambda self, q, items: scores)
+    assert model.loss(batch, torch.zeros(5)).item() == pytest.approx(0.3133, abs=1e-4)
+    batch.drawn = torch.tensor([0.0, 1.0, 1.0, 3.0, 1.0])  # item 3 counts 3 over an expected 6 / 4
+    assert model.loss(batch, torch.zeros(5)).item() == pytest.approx(math.log(1 + 2 / math.e), abs=1e-4)
+
+
 def test_rank_loss_by_hand():
     yes, no = torch.ones(1, 1, dtype=torch.bool), torch.zeros(1, 1, dtype=torch.bool)
     assert all_pairs(torch.tensor([[2.0]]), yes, torch.tensor([[1.0]]), yes).item() == pytest.approx(0.3133, abs=1e-4)
@@ -318,14 +463,17 @@ def epoch(data, draws, seed=3, number=0, size=5):
 
 def test_negatives_hold_no_item_of_the_target_session(data):
     sequences, batches = epoch(data, Draws(uniform=300))
-    share = target_share(sequences, data.n_items, single=False)
+    share = target_share(sequences, data.n_items)
     for index in range(len(batches)):
         batch = batches[index]
         count, _ = negative_counts(batch, share)
         usable = (count > 0)[batch.user[batch.state]] & ~excluded(batch)
-        for row, listed in zip(usable, torch.cat([batch.pos, batch.neg], dim=1), strict=True):
-            assert not row[listed].any()
-            assert row.any()
+        for row, (usable_items, listed) in enumerate(
+            zip(usable, torch.cat([batch.pos, batch.neg], dim=1), strict=True)
+        ):
+            assert not usable_items[listed].any()
+            assert not usable_items[batch.skip[batch.skip_of == row]].any()
+            assert usable_items.any()
         assert not usable[:, 0].any()
 
 
@@ -340,14 +488,13 @@ def test_positives_of_the_same_user_are_no_in_batch_negatives(data):
         assert torch.equal(count[user].long(), expected)
 
 
-@pytest.mark.parametrize("single", [False, True])
-def test_expected_counts_match_what_is_drawn(data, single):
+def test_expected_counts_match_what_is_drawn(data):
     """Over more than 10,000 in-batch draws, and in the uniform part by chance."""
     drawn, expected = torch.zeros(data.n_items + 1), torch.zeros(data.n_items + 1)
     sequences, _ = epoch(data, Draws())
-    share = target_share(sequences, data.n_items, single)
-    for number in range(40 if not single else 80):
-        _, batches = epoch(data, Draws(uniform=0, single=single), number=number)
+    share = target_share(sequences, data.n_items)
+    for number in range(40):
+        _, batches = epoch(data, Draws(uniform=0), number=number)
         for index in range(len(batches)):
             count, mean = negative_counts(batches[index], share)
             drawn, expected = drawn + count.sum(0), expected + mean.sum(0)
@@ -364,10 +511,39 @@ def test_expected_counts_match_what_is_drawn(data, single):
     assert batch.drawn[1:].std() == pytest.approx(10, abs=3)  # a fair draw
 
 
+def test_expected_counts_match_for_short_and_long_histories():
+    """Users with long histories like other items; were users of like length to share a batch, they would meet only those."""
+    table = synthetic.interactions(users=45, ratings=60, items=90)
+    kind = np.repeat(np.arange(45) % 3, 60)  # a third of the users each: items 1-30, 31-60, 61-90
+    place = np.tile(np.arange(60), 45)
+    size = np.array([12, 4, 2])[kind]  # events of a session
+    table = table.edited(
+        item=(1 + 30 * kind + place % 30).astype(np.int32),
+        timestamp=(place // size * 1000).astype(np.int64),
+        rating=np.full(len(table), 5.0, dtype=np.float32),
+    )
+    data = SessionSplit.build(table)
+    rule = replace(RULE, events=60, tokens=60)
+    sequences = token_sequences(data, rule, "valid", targets=True)
+    length = np.diff(sequences.token_start)
+    tercile = np.searchsorted(np.unique(length), length)
+    assert np.bincount(tercile).tolist() == [15, 15, 15]
+    share = target_share(sequences, data.n_items)
+    drawn, expected = torch.zeros(3, 3), torch.zeros(3, 3)  # tercile of the user x tercile that likes the item
+    for number in range(60):
+        batches = EpochBatches(sequences, data.n_items, 9, Draws(uniform=0), 3, number, CPU)
+        for index, group in enumerate(batches.groups):
+            count, mean = negative_counts(batches[index], share)
+            for total, found in ((drawn, count), (expected, mean)):
+                total.index_add_(0, torch.from_numpy(tercile[group]), found[:, 1:].reshape(-1, 3, 30).sum(2))
+    assert expected.min() > 400
+    assert (drawn / expected - 1).abs().max() < 0.15  # without the user's own positives, 1 user of 15
+
+
 def test_sampled_loss_estimates_the_full_softmax(data):
     """Averaged over draws, e^loss comes near; without logQ it would not."""
     sequences, _ = epoch(data, Draws())
-    share = target_share(sequences, data.n_items, single=False)
+    share = target_share(sequences, data.n_items)
     sampled, full = build(items=data.n_items, alpha=0.0), build(items=data.n_items, alpha=0.0, negatives="full")
     values, exact, bare = [], [], []
     with torch.no_grad():
@@ -385,11 +561,25 @@ def test_single_positive_draws_one_of_the_session_anew_in_every_epoch(data):
     _, whole = epoch(data, Draws())
     _, one = epoch(data, Draws(single=True))
     _, later = epoch(data, Draws(single=True), number=1)
-    assert one[0].pos.shape[1] == 1
-    for chosen, listed in zip(one[0].pos, whole[0].pos, strict=True):
+    assert one[0].aim.shape[1] == 1
+    for chosen, listed in zip(one[0].aim, whole[0].aim, strict=True):
         assert chosen.item() in listed[listed > 0].tolist()
-    several = {int(n) for batches in (one, later) for i in range(len(batches)) for n in batches[i].pos}
-    assert len(several) > len({int(n) for i in range(len(one)) for n in one[i].pos})
+    several = {int(n) for batches in (one, later) for i in range(len(batches)) for n in batches[i].aim}
+    assert len(several) > len({int(n) for i in range(len(one)) for n in one[i].aim})
+
+
+def test_single_positive_changes_the_targets_and_nothing_else(data):
+    sequences, _ = epoch(data, Draws())
+    share = target_share(sequences, data.n_items)
+    for uniform in (0, 50):  # the draws of single come after the uniform ones
+        _, whole = epoch(data, Draws(uniform=uniform))
+        _, one = epoch(data, Draws(uniform=uniform, single=True))
+        for many, few in ((whole[i], one[i]) for i in range(len(one))):
+            for expected, found in zip(negative_counts(many, share), negative_counts(few, share), strict=True):
+                assert torch.equal(expected, found)
+            assert torch.equal(excluded(many), excluded(few))
+            assert torch.equal(many.neg, few.wrong)
+            assert many.aim.shape[1] > few.aim.shape[1]
 
 
 def test_random_rank_negatives_are_no_positives(data):
@@ -447,14 +637,36 @@ def test_a_perfect_scorer_gets_perfect_metrics(data):
         assert np.mean(unit.values) == pytest.approx(measured.metrics[name])
 
 
-def test_exported_matrices_rank_as_the_model_does(data):
+def test_served_items_are_the_models_best_unseen_items(data):
     model = build(items=data.n_items)
     batch = take(token_sequences(data, RULE, "test"), np.arange(len(data)), data.n_items)
-    items, query = model.export(batch)
+    items, candidates = model.export()
+    assert torch.allclose(candidates.norm(dim=1), torch.ones(len(items)))
+    seen = torch.zeros(len(data), data.n_items + 1, dtype=torch.bool)
+    for row, known in enumerate(data.seen("test", np.arange(len(data)))):
+        seen[row, known] = True
+    served = model.retrieve(batch, items, candidates, seen, 8).numpy()
     scores = model_scorer(model, data, RULE, CPU)("test", np.arange(len(data)))
-    tau = model.temperature.tau.item()
-    assert np.allclose((query @ items.T).numpy() / tau, scores, atol=1e-4)
-    assert torch.allclose(items.norm(dim=1), torch.ones(len(items)))
+    for row in range(len(data)):
+        candidates_left = np.flatnonzero(~seen[row].numpy())[1:]
+        best = candidates_left[np.argsort(-scores[row, candidates_left], kind="stable")[:8]]
+        assert served[row].tolist() == best.tolist()
+
+
+def test_a_query_costs_no_item_tower_and_timing_a_step_leaves_the_model_alone(data):
+    model = build(items=data.n_items)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    cost = serving_costs(model, data, RULE, CPU)
+    tower = flops_of(model.items)
+    user = take(token_sequences(data, RULE, "test", np.zeros(1, dtype=int)), np.zeros(1, dtype=int), data.n_items)
+    with torch.no_grad():
+        assert cost["flops"] == flops_of(lambda: model(user)) - tower > 0
+    sequences = token_sequences(data, RULE, "valid", targets=True)
+    share = target_share(sequences, data.n_items)
+    assert train_step_ms(model, {"learning_rate": 1e-3}, sequences, Draws(single=True), share, 5) > 0
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_floors_know_only_what_was_rated_before(data):
