@@ -21,7 +21,7 @@ from auto_research.baselines import din as din_baseline
 from auto_research.baselines.floors import request_floors
 from auto_research.data.requests import RequestTable
 from auto_research.evaluate.history import CANDIDATES, STEP_REQUESTS, candidate_cost, step_milliseconds
-from auto_research.evaluate.serving import serving_studies
+from auto_research.evaluate.serving import candidates_of, median_seconds, serving_studies
 from auto_research.experiment.context import Context
 from auto_research.experiment.contract import Experiment, Measurement
 from auto_research.experiment.studies import ONLY, Study, study
@@ -73,24 +73,36 @@ def run(ctx: Context, device: torch.device, model_of, studies: bool = False) -> 
 
 
 def finish(measured: Measurement) -> Measurement:
-    """Adds normalised entropy, logloss over the entropy of the test base rate."""
+    """Adds normalised entropy, logloss over the entropy of the test base rate; left out where all labels are alike."""
     measured.cost |= measured.extra.pop("efficiency", {})
     rate = float(np.mean(measured.rows.label))
     entropy = -sum(p * math.log(p) for p in (rate, 1 - rate) if p > 0)
-    measured.metrics["ne"] = measured.metrics["logloss"] / entropy if entropy else 0.0
+    if entropy:
+        measured.metrics["ne"] = measured.metrics["logloss"] / entropy
     measured.notes.append(SPLIT_NOTE)
     return measured
 
 
 def costs(model: nn.Module, table: RequestTable, *, device: torch.device, budget, studies: bool) -> dict[str, Any]:
-    """Dense parameters, attention scores, and the studies where they are asked for."""
-    tokens = budget.history + FIELD_TOKENS
+    """Parameters, memory and time at the arm's own history, and the studies where they are asked for.
+
+    saved_activation_bytes: kept for backward per candidate of one request. request_ms: the most candidates of `serving`.
+    """
+    history = budget.history
+    batch = candidates_of(table, max(budget.serving), history=history, device=device)
+    with torch.no_grad():
+        seconds = median_seconds(partial(model.eval(), batch), device, timed=budget.timed)
     extra: dict[str, Any] = {
-        "efficiency": {"dense_params": dense_params(model), "attention_score_elements": model.score_elements(tokens)}
+        "efficiency": {
+            "dense_params": dense_params(model),
+            "unshared_attention_score_elements": model.score_elements(history + FIELD_TOKENS),
+            "saved_activation_bytes": candidate_cost(model, table, device=device, history=history).saved_bytes,
+            "request_ms": 1e3 * seconds,
+        }
     }
     if studies:
         found = serving_studies(
-            model, table, device=device, history=budget.history, candidates=budget.serving, timed=budget.timed
+            model, table, device=device, history=history, candidates=budget.serving, timed=budget.timed
         )
         extra["studies"] = found | length_studies(model, table, device=device, lengths=budget.lengths)
     return extra

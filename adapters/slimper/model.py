@@ -114,12 +114,15 @@ class Tokenizer(nn.Module):
     def forward(self, batch: RequestBatch) -> UserTokens:
         r = self.encoder.request(batch)
         field = self.encoder.field
-        pieces = [*r.user.split(field, dim=1), r.context[:, :field], r.context[:, field:], r.statistics]
-        fields = [layer(self.dropout(piece)) for layer, piece in zip(self.fields, pieces, strict=True)]
+        statistics = self.dropout(r.statistics)
+        pieces = [
+            self.dropout(piece) for piece in (*r.user.split(field, dim=1), *r.context.split([field, 2 * field], dim=1))
+        ]
+        fields = [layer(piece) for layer, piece in zip(self.fields, [*pieces, statistics], strict=True)]
         events = self.event(self.dropout(r.events))  # (R, L, d)
         tokens = self.norm(torch.cat([events, torch.stack(fields, dim=1)], dim=1))  # (R, N, d)
         mask = F.pad(r.mask, (0, len(fields)), value=True)
-        user = self.user(torch.cat([r.statistics, masked_mean(tokens, mask)], dim=1))
+        user = self.user(torch.cat([statistics, masked_mean(tokens, mask)], dim=1))
         return UserTokens(tokens, mask, user)
 
     def item(self, batch: RequestBatch) -> Tensor:
@@ -206,7 +209,7 @@ class Layer(nn.Module):
         facts = evidence if self.template_map is None else match(evidence, self.template_map(x))
         pair = torch.cat([self.fact_norm(facts.flatten(1)), self.refine_map(x).flatten(1)], dim=1)
         h = F.silu(self.pair_in(pair) + self.user_in(state.user)[request_of])  # (P, hidden)
-        change = self.dropout(self.out(self.dropout(h))).view_as(x)
+        change = self.out(self.dropout(h)).view_as(x)
         return self.norm(x + change if self.residual else change), evidence
 
 

@@ -3,20 +3,25 @@
 import math
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import synthetic
 import torch
 
-from adapters.slimper.experiment import finish, size_of
+from adapters.slimper.experiment import costs, finish, size_of, transformer_config
 from adapters.slimper.model import FIELD_TOKENS, Layer, SlimPer, SlimPerConfig, dense_params, match, select
 from adapters.slimper.transformer import FullTransformer, TransformerConfig, matched_hidden
 from auto_research.evaluate.ctr import split_pairs
 from auto_research.evaluate.serving import candidates_of
+from auto_research.experiment.card import find_card
+from auto_research.experiment.context import Budget, Context
 from auto_research.experiment.contract import Measurement, Rows
 from auto_research.metrics.cost import flops_of, saved_bytes
+from auto_research.runtime.paths import code_root
 
+CARD = find_card(code_root(), "slimper")
 HISTORY = 9
 SMALL = SlimPerConfig(
     width=8, slots=4, layers=3, queries=2, templates=3, hidden=12, user_width=6, head=10, field=4, dropout=0.0
@@ -147,6 +152,32 @@ def test_bytes_kept_for_backward_over_history_length(table):
     assert memory_baseline > slim + 0.9 * (200 - 50) * 64 * 4  # E once per candidate, kept once for all layers
 
 
+def test_bytes_of_the_shared_transformer_are_linear_in_the_history(table):
+    """Besides the float mask of a layer, 4 N^2 bytes in all layers but the last, which gives its keys and values only."""
+    model, lengths = transformer(table, width=64, layers=6, heads=4, hidden=240, dropout=0.2).train(), (50, 125, 200)
+    linear = []
+    for length in lengths:
+        kept = saved_bytes(partial(model, candidates_of(table, 32, history=length, device="cpu")))
+        linear.append(kept - 5 * 4 * (length + FIELD_TOKENS) ** 2)
+    first, second = np.diff(linear)
+    assert second == pytest.approx(first, rel=0.05)
+    assert first > 5 * 75 * 4 * (6 * 64 + 2 * 240)  # inputs, q, k, v, attention, both sides of the feed-forward product
+
+
+def test_costs_are_taken_at_the_history_of_the_arm(table):
+    def cost(model, history: int) -> dict:
+        budget = Budget({"history": history, "serving": [1, 16], "timed": 1})
+        return costs(model, table, device=torch.device("cpu"), budget=budget, studies=False)["efficiency"]
+
+    for make, scores in ((build, lambda n: 3 * 2 * n), (transformer, lambda n: 2 * (n + 1) ** 2)):
+        short, long = cost(make(table), 10), cost(make(table), 40)
+        assert short["unshared_attention_score_elements"] == scores(10 + FIELD_TOKENS)
+        assert long["unshared_attention_score_elements"] == scores(40 + FIELD_TOKENS)
+        kept = saved_bytes(partial(make(table).train(), candidates_of(table, 32, history=40, device="cpu")))
+        assert long["saved_activation_bytes"] == kept / 32 > short["saved_activation_bytes"]
+        assert short["request_ms"] > 0
+
+
 @pytest.mark.parametrize(("pairs", "history"), [(1, 10), (32, 10), (32, 40)])
 def test_counted_flops_are_the_analytic_ones(table, pairs, history):
     batch = candidates_of(table, pairs, history=history, device="cpu")
@@ -159,30 +190,40 @@ def test_counted_flops_are_the_analytic_ones(table, pairs, history):
         assert counted == declared
 
 
-@pytest.mark.parametrize(
-    ("config", "baseline"),
-    [
-        (SlimPerConfig(width=32, slots=8, hidden=64, head=64), TransformerConfig(width=32, head=64)),
-        (SlimPerConfig(), TransformerConfig(width=160)),
-    ],
-    ids=["standard", "full"],
-)
-def test_the_baseline_has_the_parameters_of_slimper(table, config, baseline):
-    target = size_of(config, genres=synthetic.GENRES)
-    matched = replace(baseline, hidden=matched_hidden(target, 5 * config.field, baseline))
+def sizes(tier: str) -> tuple[SlimPerConfig, TransformerConfig]:
+    """SlimPer and its matched Transformer as the arms of this tier build them."""
+    ctx = SimpleNamespace(budget=Budget(CARD.budget(tier)), switch=None)
+    ctx.configured = partial(Context.configured, ctx)
+    return ctx.configured(SlimPerConfig), transformer_config(ctx)
+
+
+def paper_pair() -> tuple[SlimPerConfig, TransformerConfig]:
+    config, baseline = SlimPerConfig(width=32, slots=8, hidden=136), TransformerConfig(width=64)
+    return config, replace(baseline, hidden=matched_hidden(size_of(config), 5 * config.field, baseline))
+
+
+@pytest.mark.parametrize("tier", ["smoke", "standard", "full", "paper"])
+def test_the_baseline_has_the_parameters_of_slimper(table, tier):
+    config, matched = paper_pair() if tier == "paper" else sizes(tier)
+    assert 2 * matched.width <= matched.hidden <= 6 * matched.width
     genres = torch.as_tensor(table.item_genres)
-    ours = SlimPer(config, table.vocab, genres)
-    theirs = FullTransformer(matched, table.vocab, genres)
+    ours, theirs = SlimPer(config, table.vocab, genres), FullTransformer(matched, table.vocab, genres)
+    target = size_of(config, genres=synthetic.GENRES)
     assert dense_params(ours) == target
     assert dense_params(theirs) == pytest.approx(target, rel=0.05)
-    assert sum(p.numel() for p in theirs.parameters()) == pytest.approx(
-        sum(p.numel() for p in ours.parameters()), rel=0.05
-    )
+    totals = [sum(p.numel() for p in model.parameters()) for model in (theirs, ours)]
+    assert totals[0] == pytest.approx(totals[1], rel=0.05)
 
 
-def test_the_full_model_has_1_9_million_dense_weights():
+def test_dense_weights_of_the_sizes_of_the_card(table):
+    """1.89M at the full size. 331k at the small one, of which layers, D_u and head are the 304k of the specification;
+    the start map (21k) and the token projections (6k) are the rest."""
     assert size_of(SlimPerConfig()) == pytest.approx(1.89e6, rel=0.02)
-    assert size_of(SlimPerConfig(width=32, slots=8, hidden=136)) == pytest.approx(304_000, rel=0.1)
+    config, _ = paper_pair()
+    assert size_of(config) == pytest.approx(331_000, rel=0.02)
+    model = build(table, config=config)
+    parts = (model.layers, model.tokenizer.user, model.head)
+    assert sum(p.numel() for part in parts for p in part.parameters()) == pytest.approx(304_000, rel=0.01)
 
 
 # Raw tokens
@@ -259,16 +300,18 @@ def test_shared_tokens_equal_copied_tokens(table, batch, kind):
 
 
 @pytest.mark.parametrize("make", [build, transformer])
-def test_the_request_part_runs_once_for_all_chunks(table, make):
-    model, calls = make(table), []
+def test_the_request_part_runs_once_for_all_chunks(table, make, monkeypatch):
+    model, calls, encoded = make(table), [], []
+    encoder, encode = model.tokenizer.encoder, model.tokenizer.encoder.request
     model.tokenizer.register_forward_hook(lambda *_: calls.append(1))
+    monkeypatch.setattr(encoder, "request", lambda batch: encoded.append(1) or encode(batch))
     batch = table.score_batch(int(table.requests("test")[2]), np.arange(1, synthetic.ITEMS + 1), history=HISTORY)
     whole = logits(model, batch)
-    assert len(calls) == 1
+    assert len(calls) == len(encoded) == 1
     with torch.no_grad():
         state = model.prepare(batch)
         parts = torch.cat([model.score(state, part) for part in split_pairs(batch, 7)])
-    assert len(calls) == 2
+    assert len(calls) == len(encoded) == 2
     assert torch.allclose(parts, whole, atol=1e-5)
 
 
@@ -281,13 +324,69 @@ def test_candidates_of_the_transformer_do_not_see_each_other(table, batch):
 # Switches and training
 
 
-@pytest.mark.parametrize("name", [name for name in SWITCHES if name not in ("slimper", "copied")])
-def test_every_switch_changes_the_model(table, batch, name):
+@pytest.mark.parametrize("name", ["select_once", "refined", "no_residual", "sum"])
+def test_a_switch_changes_the_logits_of_the_same_weights(table, batch, name):
     model, other = build(table), build(table, **SWITCHES[name])
-    own = other.state_dict()
-    given = model.state_dict()
-    other.load_state_dict({k: given[k] if k in given and given[k].shape == v.shape else v for k, v in own.items()})
+    other.load_state_dict(other.state_dict() | {k: v for k, v in model.state_dict().items() if k in other.state_dict()})
     assert not torch.allclose(logits(model, batch), logits(other, batch), atol=1e-4)
+
+
+@pytest.mark.parametrize("matched", [True, False])
+def test_without_match_refine_reads_the_evidence_itself(table, batch, matched):
+    model, facts, seen = build(table, match=matched), [], []
+    for layer in model.layers:
+        layer.fact_norm.register_forward_pre_hook(lambda _, args: facts.append(args[0]))
+        layer.register_forward_hook(lambda _, args, out: seen.append((args[0], out[1])))
+    logits(model, batch)
+    for layer, fact, (x, evidence) in zip(model.layers, facts, seen, strict=True):
+        expected = match(evidence, layer.template_map(x)) if matched else evidence
+        assert torch.equal(fact, expected.flatten(1))
+
+
+def test_only_the_user_start_knows_the_user(table, batch):
+    for switches, knows in (({}, False), ({"start": "user"}, True)):
+        model = build(table, **switches)
+        with torch.no_grad():
+            state, item = model.prepare(batch), model.tokenizer.item(batch)
+            here = model.knowledge(state, item, batch.request_of)
+            there = model.knowledge(state._replace(user=state.user + 1), item, batch.request_of)
+        assert torch.equal(here[0], there[0]) is not knows
+        assert not torch.allclose(here[1], there[1], atol=1e-4)  # D_u reaches Refine either way
+
+
+def test_channel_maps_read_one_slot_a_row(table):
+    x = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(5))
+    moved = x.clone()
+    moved[:, 1] += 1
+    for maps, rows in (("slots", [0, 1]), ("channels", [1])):
+        layer = build(table, maps=maps).layers[0]
+        changed = (layer.query_map(x) - layer.query_map(moved)).abs().amax((0, 2)) > 1e-6
+        assert changed.nonzero().flatten().tolist() == rows
+
+
+# Dropout
+
+
+def test_the_user_vector_and_the_statistics_token_share_one_dropout(table, batch):
+    model, seen = build(table, dropout=0.5).train(), []
+    model.tokenizer.fields[-1].register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    model.tokenizer.user.register_forward_pre_hook(lambda _, args: seen.append(args[0][:, : SMALL.field]))
+    model.prepare(batch)
+    token, user = seen
+    assert torch.equal(token, user)
+    assert 0.3 < (token == 0).float().mean() < 0.7
+
+
+def test_refine_drops_hidden_units_and_not_its_output(table, batch):
+    model, seen = build(table, dropout=0.5), []
+    layer = model.layers[0].train()
+    for part in (layer.out, layer.norm):
+        part.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    x = torch.zeros(batch.pairs(), SMALL.slots, SMALL.width)
+    layer(x, model.prepare(batch), batch.request_of)
+    hidden, change = seen  # x is zero, so the norm reads the change alone
+    assert 0.3 < (hidden == 0).float().mean() < 0.7
+    assert (change != 0).all()
 
 
 def test_no_match_keeps_the_hidden_width(table):
@@ -326,3 +425,5 @@ def test_normalised_entropy_by_hand():
     rows = Rows(user=[1, 1, 2, 2], label=[1, 1, 1, 0], score=[0.5] * 4)
     measured = finish(Measurement(metrics={"logloss": math.log(2)}, rows=rows))
     assert measured.metrics["ne"] == pytest.approx(math.log(2) / 0.5623351)
+    alike = Rows(user=[1, 2], label=[1, 1], score=[0.5] * 2)
+    assert "ne" not in finish(Measurement(metrics={"logloss": 0.3}, rows=alike)).metrics
