@@ -74,8 +74,8 @@ def run(ctx: Context, device: torch.device, model_of: Callable[[Tensor], Build],
 def costs(model: nn.Module, table: RequestTable, device: torch.device, budget, studies: bool) -> dict[str, Any]:
     """Dense parameters and tokens per layer, and the studies where they are asked for."""
     extra: dict[str, Any] = {"efficiency": {"dense_params": model.dense_params()}}
-    if isinstance(model, CCFormer):
-        extra["tokens_per_layer"] = model.config.lengths()
+    if isinstance(model, (CCFormer, HstuRanker)):
+        extra["tokens_per_layer"] = tokens_entering(model.config, budget.history)
     if studies:
         found = serving_studies(
             model, table, device=device, history=budget.history, candidates=budget.serving, timed=budget.timed
@@ -85,26 +85,28 @@ def costs(model: nn.Module, table: RequestTable, device: torch.device, budget, s
 
 
 def length_studies(model: nn.Module, table: RequestTable, device: torch.device, lengths) -> dict[str, Study]:
-    """Over history length: positions encoded, FLOPs and bytes kept per candidate, milliseconds of a training step."""
+    """Over history length: tokens encoded, FLOPs and bytes kept per candidate, milliseconds of a training step."""
     flops, kept, step, tokens = [], [], [], []
     for length in lengths:
         cost = candidate_cost(model, table, device=device, history=length)
         flops.append((length, cost.flops))
         kept.append((length, cost.saved_bytes))
         step.append((length, step_milliseconds(model, table, device=device, history=length)))
-        tokens.append((length, positions_encoded(model, length)))
+        tokens.append((length, sum(tokens_entering(model.config, length))))
     x = "history events"
     return {
-        "positions_encoded": study(x, "positions leaving a layer, summed over layers", {ONLY: tokens}),
+        "tokens": study(x, "history tokens entering a layer, summed over layers", {ONLY: tokens}),
         "flops_per_candidate": study(x, f"FLOPs, {CANDIDATES} candidates", {ONLY: flops}),
         "saved_bytes_per_candidate": study(x, f"bytes kept for backward, {CANDIDATES} candidates", {ONLY: kept}),
         "train_step_ms": study(x, f"milliseconds, {STEP_REQUESTS} requests", {ONLY: step}),
     }
 
 
-def positions_encoded(model: nn.Module, length: int) -> int:
-    config = model.config
-    return sum(config.lengths(length)[1:]) if isinstance(config, CCFormerConfig) else config.layers * length
+def tokens_entering(config: CCFormerConfig | HstuRankerConfig, history: int) -> list[int]:
+    """History tokens that enter each layer; an event is one token per stream."""
+    if isinstance(config, HstuRankerConfig):
+        return [history] * config.layers
+    return [config.stream_count * length for length in config.lengths(history)[:-1]]
 
 
 def train(ctx: Context, device: torch.device, studies: bool = False) -> Measurement:
@@ -117,9 +119,8 @@ def din_dcnv2(ctx: Context) -> Measurement:
     budget = ctx.budget
 
     def build(vocab: dict[str, int], item_genres: Tensor, titles: Tensor) -> nn.Module:
-        return TitledDCNv2(
-            vocab, item_genres, titles, history=budget.history, hidden=budget.cross_hidden, field=budget.field
-        )
+        sizes = {"history": budget.history, "hidden": budget.cross_hidden, "field": budget.field}
+        return TitledDCNv2(vocab, item_genres, titles, dropout=budget.dropout, **sizes)
 
     return run(ctx, device_for(ctx.device), lambda _: build)
 
@@ -127,7 +128,7 @@ def din_dcnv2(ctx: Context) -> Measurement:
 class TitledDCNv2(DCNv2):
     """The shared DCN-V2 baseline (DIN attention and two means as input) with title vectors in its item content."""
 
-    def __init__(self, vocab: dict[str, int], item_genres: Tensor, titles: Tensor, *, field: int, **sizes: int):
+    def __init__(self, vocab: dict[str, int], item_genres: Tensor, titles: Tensor, *, field: int, **sizes: Any):
         super().__init__(vocab, item_genres, field=field, **sizes)
         self.input.encoder = TitledEncoder(vocab, item_genres, titles, field=field)
 

@@ -146,12 +146,14 @@ class FieldTokenizer(nn.Module):
         super().__init__()
         w, out, d, titles = c.field, c.stream_width, c.width, encoder.titles.shape[1]
         self.streams = c.streams
-        self.id, self.content = nn.Linear(w, out), nn.Linear(w + titles, out)  # Linear(400, d)
-        self.action = nn.Linear(w, out)
+        self.id, self.action = nn.Linear(w, out, bias=False), nn.Linear(w, out, bias=False)
+        self.content = nn.Linear(w + titles, out, bias=False)  # Linear(400, d)
         self.gap = embedding(LOG_BUCKETS, w // 2)
         self.target_id, self.user = nn.Linear(w, d), nn.Linear(5 * w, d)
         self.target_content, self.target_rest = nn.Linear(w + titles, d), nn.Linear(2 * w, d, bias=False)  # 432 floats
         self.context, self.cross = nn.Linear(4 * w, d), nn.Linear(w, d, bias=False)  # 80 floats
+        for layer in (self.target_id, self.target_content):  # else larger than what an embedding gives at the start
+            nn.init.zeros_(layer.bias)
         self.dropout = Dropout(c.dropout)
 
     def events(self, batch: BehaviourBatch, encoder: TitledEncoder) -> Tensor:
@@ -171,12 +173,11 @@ class FieldTokenizer(nn.Module):
 
     def targets(self, user: Tensor, context: Tensor, batch: BehaviourBatch, encoder: TitledEncoder) -> Tensor:
         """G^0 [M, P, d]."""
-        item, content = (
-            self.target_id(encoder.item(batch.item)),
-            encoder.projected(self.target_content, batch.item),
-        )
+        item = self.target_id(self.dropout(encoder.item(batch.item)))
         rest = torch.cat([encoder.decade(batch.decade), encoder.popularity(batch.popularity)], dim=1)
-        content = content + self.target_rest(self.dropout(rest))
+        content = self.dropout(encoder.projected(self.target_content, batch.item)) + self.target_rest(
+            self.dropout(rest)
+        )
         cross = self.cross(self.dropout(encoder.cross(batch.cross)))
         r = batch.request_of
         return torch.stack([item, content, user[r], context[r] + cross])

@@ -91,7 +91,7 @@ class Compress(nn.Module):
 
     def forward(self, s: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         cut = s.shape[2] - self.recent
-        if cut <= 1:
+        if cut <= 0:
             return s, mask
         old, old_mask = s[:, :, :cut], mask[:, :cut]
         missing = -cut % WINDOW
@@ -110,14 +110,14 @@ class Compress(nn.Module):
 
     def flops(self, requests: int, length: int) -> int:
         """Forward matrix FLOPs of the pooling scores."""
-        merged = compressed_length(length, self.recent) - self.recent
-        return 0 if length - self.recent <= 1 else 2 * requests * WINDOW * merged * self.score.numel()
+        merged = max(0, compressed_length(length, self.recent) - self.recent)
+        return 2 * requests * WINDOW * merged * self.score.numel()
 
 
 def compressed_length(length: int, recent: int) -> int:
     """Positions after one compression."""
     old = length - recent
-    return length if old <= 1 else -(-old // WINDOW) + recent
+    return length if old <= 0 else -(-old // WINDOW) + recent
 
 
 class ConvMix(nn.Module):

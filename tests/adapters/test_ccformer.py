@@ -1,22 +1,38 @@
 """Mechanism tests of card ccformer, with the numbers of its specification."""
 
+import math
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import synthetic
 import torch
 
-from adapters.ccformer.experiment import TitledDCNv2, dense_size
-from adapters.ccformer.hstu_ranker import HstuRanker, HstuRankerConfig, matched_width
+from adapters import ccformer
+from adapters.ccformer.experiment import TitledDCNv2, dense_size, hstu_config, tokens_entering
+from adapters.ccformer.hstu_ranker import HstuRanker, HstuRankerConfig
 from adapters.ccformer.model import CCFormer, CCFormerConfig, one_per_request
-from adapters.ccformer.streams import Compress, ConvMix, CrossField, StreamLayer, compressed_length, unit_rms
+from adapters.ccformer.streams import (
+    AttentionMix,
+    Compress,
+    ConvMix,
+    CrossField,
+    StreamLayer,
+    compressed_length,
+    unit_rms,
+)
 from adapters.ccformer.titles import TitledEncoder
 from auto_research.blocks.request_groups import request_groups
 from auto_research.data.behaviours import BehaviourTable
 from auto_research.evaluate.ctr import split_pairs
+from auto_research.experiment.card import load_card
+from auto_research.experiment.context import Budget, Context
 from auto_research.metrics.cost import flops_of
 
+CARD = load_card(Path(ccformer.__file__).parent)
 HISTORY, TITLE = 9, 6
 SMALL = CCFormerConfig(
     history=HISTORY, recent=3, width=8, layers=3, heads=2, field=4, tower=10, expansion=2, dropout=0.0
@@ -88,6 +104,15 @@ def test_lengths():
     assert CCFormerConfig(compression="all").lengths() == [64, 32, 16, 8]
     assert CCFormerConfig(history=24, recent=8, layers=2).lengths() == [24, 16, 12]
     assert compressed_length(3, 8) == 3
+    assert compressed_length(9, 8) == 9
+
+
+def test_tokens_that_enter_the_layers():
+    """An event is a token of each stream; HSTU keeps one per event in every layer."""
+    assert tokens_entering(CCFormerConfig(), 64) == [192, 120, 84]
+    assert tokens_entering(CCFormerConfig(streams="wide"), 64) == [64, 40, 28]
+    assert tokens_entering(CCFormerConfig(compression="none"), 64) == [192] * 3
+    assert tokens_entering(HstuRankerConfig(layers=2), 64) == [64, 64]
 
 
 def test_the_model_has_these_lengths(build, table):
@@ -109,6 +134,20 @@ def test_recent_positions_pass_unchanged(length):
     assert valid.all()
     if length == 63:  # the window of one is the oldest: softmax part and mean are both the event itself
         assert torch.equal(merged[:, :, 0], 2 * s[:, :, 0])
+
+
+def test_a_single_old_position_is_a_window_of_one():
+    """As behind longer padding: what an event becomes must not depend on how far the row is padded."""
+    torch.manual_seed(0)
+    compress, s, mask = Compress(3, 4, recent=4), torch.randn(3, 2, 5, 4), torch.ones(2, 5, dtype=torch.bool)
+    merged, valid = compress(s, mask)
+    assert torch.equal(merged, torch.cat([2 * s[:, :, :1], s[:, :, 1:]], dim=2))
+    padded = torch.nn.functional.pad(s, (0, 0, 1, 0)), torch.nn.functional.pad(mask, (1, 0))
+    assert torch.equal(compress(*padded)[0], merged)
+    assert valid.all()
+    assert merged.shape[2] == compressed_length(5, 4)
+    assert flops_of(lambda: compress(s, mask)) == compress.flops(2, 5) > 0
+    assert torch.equal(compress(s[:, :, 1:], mask[:, 1:])[0], s[:, :, 1:])
 
 
 def test_window_by_hand():
@@ -240,6 +279,66 @@ def test_a_field_stays_pure_when_nothing_is_written_back(build, table):
     assert changed(build(streams="sum"))
 
 
+def test_shared_projections_do_not_know_the_field(build):
+    """With equal gates, fields that change places take their reads along; private projections tell them apart."""
+    for projections, knows in (("private", True), ("shared", False)):
+        cross = build(projections=projections).layers[0].cross
+        for gate in (cross.gate_state.weight, cross.gate.weight, cross.gate.bias):
+            torch.nn.init.constant_(gate, 0.1)
+        torch.manual_seed(1)
+        s, mask, order = torch.randn(3, 2, 5, 8), torch.ones(2, 5, dtype=torch.bool), [2, 0, 1]
+        assert torch.allclose(cross(s[order], mask), cross(s, mask)[order], atol=1e-6) != knows
+
+
+# Tokens at the start
+
+
+def test_fused_streams_are_the_sum_of_the_fields(build, batch):
+    fields, fused, wide = build(), build(streams="sum"), build(streams="wide")
+    for part in ("tokenizer", "encoder"):
+        getattr(fused, part).load_state_dict(getattr(fields, part).state_dict())
+    apart = fields.tokenizer.events(batch, fields.encoder)
+    together = fused.tokenizer.events(batch, fused.encoder)
+    assert together.shape == (1, *apart.shape[1:])
+    assert torch.allclose(together[0], apart.sum(0), atol=1e-6)
+    names = ("id", "content", "action")
+    whole = wide.tokenizer.events(batch, wide.encoder)
+    assert whole.shape == (1, *apart.shape[1:3], 3 * SMALL.width)
+    parts = []
+    for kept in names:
+        only = build(streams="wide")
+        for name in names:
+            if name != kept:
+                torch.nn.init.zeros_(getattr(only.tokenizer, name).weight)
+        parts.append(only.tokenizer.events(batch, only.encoder))
+        assert parts[-1].abs().max() > 0
+    assert torch.allclose(sum(parts), whole, atol=1e-6)
+    assert all(layer.cross is None for model in (fused, wide) for layer in model.layers)
+    for f, name in enumerate(names):  # apart, a field's projection reaches its own stream and no other
+        only = build()
+        torch.nn.init.zeros_(getattr(only.tokenizer, name).weight)
+        changed = (only.tokenizer.events(batch, only.encoder) != apart).flatten(1).any(1)
+        assert changed.tolist() == [i == f for i in range(3)]
+
+
+def test_nothing_but_embeddings_makes_the_first_tokens(build):
+    t = build().tokenizer
+    for layer in (t.id, t.content, t.action, t.target_id, t.target_content):
+        assert not layer(torch.zeros(layer.in_features)).any()
+
+
+def test_every_token_of_a_target_is_dropped_out(build, batch):
+    model = build(dropout=0.5).train()
+    t, e = model.tokenizer, model.encoder
+    torch.nn.init.zeros_(t.target_rest.weight)  # leaves genres and title of the content token
+    user, context = (torch.zeros(len(batch.hist_item), 8) for _ in range(2))
+    first, second = (t.targets(user, context, batch, e) for _ in range(2))
+    changed = (first != second).flatten(1).any(1)
+    assert changed.tolist() == [True, True, False, True]
+    model.eval()
+    assert torch.equal(t.targets(user, context, batch, e), t.targets(user, context, batch, e))
+
+
 # Mix
 
 
@@ -257,6 +356,18 @@ def test_convolution_is_causal_with_three_taps():
             groups=4,
         )
     assert torch.allclose(conv.transpose(1, 2), y[1], atol=1e-5)
+
+
+def test_attention_reads_beyond_the_taps():
+    """The event itself and every earlier one, none later; the convolution of the last test sees three."""
+    torch.manual_seed(0)
+    mix, mask = AttentionMix(3, 8, 8), torch.ones(2, 6, dtype=torch.bool)
+    mask[1, :2] = False
+    n = torch.randn(3, 2, 6, 8, requires_grad=True)
+    mix(n, mask)[:, :, 4].sum().backward()
+    touched = n.grad.abs().sum((0, 3))
+    assert touched[0].nonzero().flatten().tolist() == [0, 1, 2, 3, 4]
+    assert touched[1].nonzero().flatten().tolist() == [2, 3, 4]
 
 
 @pytest.mark.parametrize("mix", ["conv", "attention"])
@@ -367,6 +478,11 @@ def test_no_event_at_or_after_the_request_is_read(table, build):
     assert len(rows)
     assert not np.isnan(rating[rows]).any()
     assert (data.timestamp[rows] < table.request_time[request]).all()
+    for row in rows:  # the gap of an event looks back only
+        earlier = data.timestamp[:row][data.user[:row] == data.user[row]]
+        gap = math.floor(math.log2(1 + int(data.timestamp[row] - earlier.max()))) if len(earlier) else 31
+        assert table._event_gap[row] == min(gap, 31)
+    assert past["hist_gap"][past["hist_mask"]].tolist() == table._event_gap[rows].tolist()
     item = data.item.copy()
     item[later] = item[later][::-1]
     edited = table.edited(rating=np.where(later, 6 - data.rating, data.rating).astype(np.float32), item=item)
@@ -429,16 +545,14 @@ def test_counted_flops_of_the_sequence_branch(build, table, requests_history):
             assert flops_of(branch) == model.stream_flops(requests, history)
 
 
-@pytest.mark.parametrize(
-    "config",
-    [CCFormerConfig(history=24, recent=8, layers=2, tower=64, expansion=2), CCFormerConfig()],
-    ids=["standard", "full"],
-)
-def test_hstu_has_the_parameters_of_ccformer(table, config):
+@pytest.mark.parametrize(("tier", "surplus"), [("smoke", 0.21), ("standard", 0.22), ("full", 0.05)])
+def test_parameters_at_the_budgets_of_the_card(table, tier, surplus):
+    """HSTU has CCFormer's; of the wide stream, only its layers do (surplus: the share said in the card's boundary)."""
+    ctx = SimpleNamespace(budget=Budget(CARD.budget(tier)), switch=None)
+    ctx.configured = partial(Context.configured, ctx)
     titles = torch.zeros(synthetic.ITEMS + 1, 384)
+    config, baseline = ctx.configured(CCFormerConfig), hstu_config(ctx, titles)
     target = dense_size(config, 384)
-    base = HstuRankerConfig(layers=config.layers, tower=config.tower, history=config.history)
-    baseline = replace(base, width=matched_width(target, base))
     genres = torch.as_tensor(table.item_genres)
     ours, theirs = (
         CCFormer(config, table.vocab, genres, titles),
@@ -447,8 +561,17 @@ def test_hstu_has_the_parameters_of_ccformer(table, config):
     assert ours.dense_params() == target
     assert theirs.dense_params() == pytest.approx(target, rel=0.05)
     wide = CCFormer(replace(config, streams="wide"), table.vocab, genres, titles)
-    layer = [sum(p.numel() for p in model.layers[0].parameters()) for model in (ours, wide)]
+    layer, reader = (
+        [sum(p.numel() for p in getattr(model, part).parameters()) for model in (ours, wide)]
+        for part in ("layers", "readers")
+    )
+    inputs = [
+        sum(getattr(m.tokenizer, name).weight.numel() for name in ("id", "content", "action")) for m in (ours, wide)
+    ]
     assert layer[1] == pytest.approx(layer[0], rel=0.05)
+    assert 3 * reader[1] == 2 * reader[0]
+    assert inputs[1] == 3 * inputs[0]
+    assert wide.dense_params() / target - 1 == pytest.approx(surplus, abs=0.005)
 
 
 def test_titles_reach_every_trained_arm(build, hstu, table, batch, titles):
