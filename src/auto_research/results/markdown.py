@@ -102,6 +102,15 @@ def _comparisons(result: dict[str, Any]) -> str:
     return table(["arm", "against", "verdict", f"{primary} difference", "relative", "95% interval"], rows, left=3)
 
 
+_TIMES = {
+    "stage_cpu_seconds",
+    "train_seconds",
+    "tuning_seconds",
+    "catalogue_seconds",
+    "engage_seconds",
+}  # parts of seconds
+
+
 def _cost(result: dict[str, Any]) -> str:
     names = ["params", "flops", "seconds", "peak_memory_bytes"]
     rows = []
@@ -113,7 +122,16 @@ def _cost(result: dict[str, Any]) -> str:
         cells += [f"{cost['seconds']:.1f}" if _is_number(cost.get("seconds")) else "-"]
         cells += [f"{memory / 2**20:.0f}" if _is_number(memory) else "-"]
         rows.append([f"`{name}`", chosen or "-", *cells])
-    return table(["arm", "hyperparameters", *names[:3], "peak MiB"], rows, left=2)
+    text = table(["arm", "hyperparameters", *names[:3], "peak MiB"], rows, left=2)
+    further = sorted({key for arm in result["arms"].values() for key in arm["cost"]} - {*names, *_TIMES})
+    further = [key for key in further if any(_is_number(arm["cost"].get(key)) for arm in result["arms"].values())]
+    if not further:
+        return text
+    measured = [
+        (name, arm["cost"]) for name, arm in result["arms"].items() if any(key in arm["cost"] for key in further)
+    ]
+    rows = [[f"`{name}`", *(_short(cost.get(key)) for key in further)] for name, cost in measured]
+    return text + "\n\n" + table(["arm", *(key.replace("_", " ") for key in further)], rows)
 
 
 def _studies(result: dict[str, Any]) -> list[str]:
@@ -172,6 +190,13 @@ def _joined(value: Any) -> str:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _short(value: Any) -> str:
+    """Whole numbers in full, others in four digits."""
+    if not _is_number(value):
+        return "-"
+    return f"{value:,.0f}" if float(value).is_integer() or abs(value) >= 1e4 else f"{value:.4g}"
 
 
 def _count(value: Any) -> str:

@@ -46,7 +46,8 @@ def put(card, layout, prints, arm, seed, level, fingerprint=None):
     measured = Measurement(
         {"ndcg@10": mean},
         units={"ndcg@10": Units("user", users, values)},
-        cost={"params": 10, "flops": 2e9, "seconds": 1.5, "peak_memory_bytes": 2**20},
+        cost={"params": 10, "flops": 2e9, "seconds": 1.5, "peak_memory_bytes": 2**20}
+        | ({"request_ms": 0.25, "best_epoch": 2} if arm == "slow" else {}),
         curve=[
             {"epoch": 1, "step": 5, "loss": 1.0, "ndcg@10": level / 2},
             {"epoch": 2, "step": 10, "loss": 0.5, "ndcg@10": level},
@@ -102,6 +103,9 @@ def test_losing_arms_stay_and_say_so(finished):
     assert "**Claim: worse.**" in report
     assert "| `slow` * | treatment | 3 |" in report
     assert "slow: popularity is weak" in report
+    assert "| arm | best epoch | request ms |" in report  # every cost an adapter measures
+    assert "| `slow` | 2 | 0.25 |" in report
+    assert "| `plain` | 2 |" not in report
 
 
 def test_better_than_the_other_arm_but_not_than_a_floor_is_no_improvement(finished):
