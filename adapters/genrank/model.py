@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from adapters.genrank.windows import ORDINALS, WindowBatch
 from auto_research.blocks.biased_transformer import BiasedConfig, BiasedTransformer, KeyValueCache
+from auto_research.blocks.dropout import Dropout
 from auto_research.blocks.pairs import from_grid, to_grid
 from auto_research.blocks.request_encoder import START_SCALE, USER_FIELDS, embedding
 from auto_research.blocks.request_groups import collect, request_groups, spread
@@ -37,7 +38,7 @@ CHOICES = {
 
 @dataclass(frozen=True)
 class GenRankConfig:
-    """Sizes: width D, heads H, layers, window n, FFN expansion.
+    """Sizes: width D, heads H, layers, window n, FFN expansion; dropout on the embedded fields and after the FFN.
 
     Switches: organisation action | interleaved; bias alibi | relative (learned tables of 128 position and 32 time
     distances); inputs all | position (no Req, no Time); items full | id; candidates isolated | together (those of one
@@ -69,9 +70,11 @@ class GenRankConfig:
 
 
 class ItemTokens(nn.Module):
-    """Item(i) = W [id; genres; decade; popularity at that time] + b, or W id + b: [..., D]."""
+    """Item(i) = W [id; genres; decade; popularity at that time] + b, or W id + b: [..., D]; dropout on W's input."""
 
-    def __init__(self, vocab: dict[str, int], item_genres: Tensor, field: int, width: int, items: str):
+    def __init__(
+        self, vocab: dict[str, int], item_genres: Tensor, field: int, width: int, items: str, dropout: float = 0.0
+    ):
         super().__init__()
         self.full = items == "full"
         self.item = embedding(vocab["item"], field, padding=True)
@@ -81,14 +84,15 @@ class ItemTokens(nn.Module):
             self.genres = nn.Linear(genres.shape[1], field)
             self.decade = embedding(vocab["decade"], field)
             self.popularity = nn.Linear(2, field)
+        self.dropout = Dropout(dropout)
         self.out = nn.Linear(field * (4 if self.full else 1), width)
 
     def forward(self, item: Tensor, decade: Tensor, popularity: Tensor) -> Tensor:
         if not self.full:
-            return self.out(self.item(item))
+            return self.out(self.dropout(self.item(item)))
         genres = F.embedding(item, self.genres(self.item_genres))
         parts = [self.item(item), genres, self.decade(decade), self.popularity(popularity)]
-        return self.out(torch.cat(parts, dim=-1))
+        return self.out(self.dropout(torch.cat(parts, dim=-1)))
 
 
 class ActionTokens(nn.Module):
@@ -128,14 +132,17 @@ class GenRank(nn.Module):
         super().__init__()
         self.config = config
         width = config.width
-        self.item = ItemTokens(vocab, item_genres, config.field, width, config.items)
+        self.dropout = Dropout(config.dropout)
+        self.item = ItemTokens(vocab, item_genres, config.field, width, config.items, config.dropout)
         self.action = ActionTokens(width)
         self.place = PlaceTokens(config.window, width, config.inputs)
         self.mask = nn.Parameter(torch.randn(width) * START_SCALE) if config.organisation == "action" else None
         self.profile = nn.ModuleDict({name: embedding(vocab[name], config.field) for name in USER_FIELDS})
         self.user = nn.Linear(len(USER_FIELDS) * config.field, width)
         sizes = {"width": width, "heads": config.heads, "layers": config.layers, "hidden": config.expansion * width}
-        self.transformer = BiasedTransformer(BiasedConfig(**sizes, bias=config.bias, dropout=config.dropout))
+        self.transformer = BiasedTransformer(
+            BiasedConfig(**sizes, bias=config.bias, dropout=config.dropout, attention_dropout=0.0)
+        )
         self.head = nn.Linear(width, TASKS)
 
     # Tokens
@@ -151,7 +158,7 @@ class GenRank(nn.Module):
             events = torch.stack([item + place, action + place], dim=2).flatten(1, 2)  # i1, a1, i2, a2, ...
         else:
             events = item + action + place
-        return torch.cat([self.user(fields).unsqueeze(1), events], dim=1)
+        return torch.cat([self.user(self.dropout(fields)).unsqueeze(1), events], dim=1)
 
     def candidate_tokens(self, batch: WindowBatch) -> Tensor:
         """Candidates without an action, [P, D]."""

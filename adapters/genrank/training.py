@@ -33,7 +33,7 @@ def train_windows(
 ) -> Measurement:
     """Tune, train and measure one window arm. `batch` of the budget is requests; `windows` are the windows of a step.
 
-    history: events before a request at validation and test, n - 1.
+    history: most events before a request, n - 1; validation and test requests start where the windows of n do.
     """
     budget = RequestBudget.of(ctx.budget, history=history)
     windows = table.train_windows(ctx.budget.window)

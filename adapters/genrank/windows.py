@@ -2,7 +2,8 @@
 
 A window holds up to n consecutive train events of one user. The next one begins n/2 events before the end of the last
 and scores what comes after it, so every train request is scored once and sees at least about n/2 - (events of a second)
-earlier events where they exist. No window cuts a second. At serving a request's window is its last `history` events.
+earlier events where they exist. No window cuts a second. A request asked for alone (one request a sample, validation,
+test, catalogue) sees the events from the start of the window that scores it when the user's chain goes on to the end.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class WindowBatch(RequestBatch):
 
 
 class WindowTable(RequestTable):
-    """Request table whose batches are `WindowBatch`es; `history` is the number of events before a request."""
+    """Request table whose batches are `WindowBatch`es; `history` is n - 1, the most events a request can see."""
 
     @classmethod
     def of(cls, table: RequestTable) -> WindowTable:
@@ -91,6 +92,7 @@ class WindowTable(RequestTable):
     def _prepare_rows(self) -> None:
         size = self.index.stop - self.index.start
         self.row_request = np.repeat(np.arange(self.n_requests), size)
+        self._window_starts: dict[int, np.ndarray] = {}
 
     def train_windows(self, length: int) -> Windows:
         """Windows of at most `length` train events, by user and time; those that score no train request are left out."""
@@ -122,10 +124,37 @@ class WindowTable(RequestTable):
 
     def _assemble(self, requests: np.ndarray, history: int, pair: dict[str, np.ndarray]) -> WindowBatch:
         base = super()._assemble(requests, history, pair)
-        stop = self.index.start[requests]
-        start = np.maximum(self.index.first[requests], stop - history)
+        start, stop = self._starts(history)[requests], self.index.start[requests]
         known = {f.name: getattr(base, f.name) for f in fields(base)}
         return WindowBatch(**known, **self._events(requests, np.arange(len(requests)), start, stop, history))
+
+    def _starts(self, history: int) -> np.ndarray:
+        """First row every request sees in windows of history + 1 events, int64[all requests]; history 0: none.
+
+        Those of train requests are the ones of `train_windows`: a window's start depends on the windows before it, and
+        on whether the second it begins to score still fitted the last of them.
+        """
+        if history not in self._window_starts:
+            start = self.index.start.copy()
+            users = np.split(np.arange(self.n_requests), np.flatnonzero(np.diff(self.request_user)) + 1)
+            for requests in users if history else []:
+                firsts = self.index.start[requests]
+                for begin, stop, scored in _windows(np.append(firsts, self.index.stop[requests[-1]]), history + 1):
+                    start[requests[(firsts >= scored) & (firsts < stop)]] = begin
+            self._window_starts[history] = start
+        return self._window_starts[history]
+
+    def longest_request(self, items: np.ndarray, length: int) -> WindowBatch:
+        """Candidates int64[P] of the test request with most earlier events, after exactly its last `length` of them.
+
+        No padding (fewer events where the user has fewer): the batch for timing.
+        """
+        tests = self.requests("test")
+        requests = tests[[np.argmax(self.index.start[tests] - self.index.first[tests])]]
+        stop = self.index.start[requests]
+        start = np.maximum(self.index.first[requests], stop - length)
+        base = self.score_batch(int(requests[0]), items, history=0)
+        return replace(base, **self._events(requests, np.zeros(1, dtype=np.int64), start, stop, int((stop - start)[0])))
 
     def _events(
         self, requests: np.ndarray, window_of: np.ndarray, start: np.ndarray, stop: np.ndarray, length: int

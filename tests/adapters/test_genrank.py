@@ -1,13 +1,14 @@
 """Mechanism tests of card genrank, with the numbers of its specification."""
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
 import synthetic
 import torch
 
+from adapters.genrank import experiment
 from adapters.genrank.efficiency import KERNELS, efficiency_studies, longest_windows
 from adapters.genrank.model import CHOICES, PREFIX, GenRank, GenRankConfig
 from adapters.genrank.windows import EpochWindows, WindowTable, _windows
@@ -98,6 +99,34 @@ def test_requests_of_later_windows_see_about_half_a_window(table):
     assert batch.position.max() < 12
 
 
+def test_a_train_request_alone_sees_what_its_window_shows_it(table):
+    windows = table.train_windows(12)
+    shown = table.window_batch(windows, negatives=0, rng=None).single_requests()
+    requests = np.concatenate([table.scored(windows, w) for w in range(len(windows))])
+    alone = table.batch(requests, history=11)
+    assert 0 < alone.event_mask.sum() == shown.event_mask.sum()
+    for name in ("time", "position", "ordinal", "gap"):
+        assert torch.equal(getattr(alone, name), getattr(shown, name)), name
+    for name in (f.name for f in fields(alone) if f.name.startswith("event_")):
+        one, other = getattr(alone, name), getattr(shown, name)[:, :11]
+        assert torch.equal(one[alone.event_mask], other[alone.event_mask]), name
+    assert torch.equal(alone.event_mask, shown.event_mask[:, :11])
+
+
+@pytest.mark.parametrize("split", ["valid", "test"])
+def test_requests_outside_training_see_the_same_range_of_events(table, split):
+    requests = table.requests(split)
+    batch = table.batch(requests, history=11)
+    largest = int((table.index.stop - table.index.start).max())
+    assert batch.position.min() >= 6 - largest
+    assert batch.position.max() <= 11
+    assert len(batch.position.unique()) > 3  # not always the last 11
+    for r, request in enumerate(requests):
+        rows = np.arange(table.index.start[request] - int(batch.position[r]), table.index.start[request])
+        assert rows.size == 0 or rows[0] >= table.index.first[request]
+        assert batch.event_item[r][batch.event_mask[r]].tolist() == table.interactions.item[rows].tolist()
+
+
 def test_windows_of_the_real_table(movielens_100k):
     """Every train row once, 40 to 95 earlier events where a user has them. The specification lists 2,094 windows and 37
     events; windows of up to 96 events whose first one scores all of its requests are 1,643 (sum of ceil(N / 48) over the
@@ -112,6 +141,8 @@ def test_windows_of_the_real_table(movielens_100k):
     seen = table.index.start[requests] - np.repeat(windows.start, [len(s) for s in scored])
     far = table.index.start[requests] - table.index.first[requests] >= 96
     assert (seen[far].min(), seen.max()) == (40, 95)
+    alone = table.index.start[requests] - table._starts(95)[requests]
+    np.testing.assert_array_equal(alone, seen)
 
 
 def test_a_window_holds_its_events_in_order_with_features_of_their_own_time(table, batch):
@@ -157,24 +188,89 @@ def test_an_epoch_of_windows_is_a_function_of_seed_and_epoch(table):
 # Tokens
 
 
-def test_token_counts(table):
-    request = int(table.requests("test")[0])
-    batch = table.score_batch(request, np.arange(1, 41), history=96)
-    events = int(batch.event_mask.sum())
-    assert events == min(96, int(table.index.start[request] - table.index.first[request]))
-    action, both = build(table), build(table, organisation="interleaved")
-    assert action.tokens(batch) == 1 + events + 40
-    assert both.tokens(batch) == 1 + 2 * events + 40
-    with torch.no_grad():
-        assert action.event_tokens(batch).shape[1] == 1 + 96
-        assert both.event_tokens(batch).shape[1] == 1 + 2 * 96
+def test_token_counts():
+    """n = 96 events and m = 40 candidates: 1 + n + m and 1 + 2 n + m tokens."""
+    table = WindowTable.of(synthetic.request_table(users=2, items=150, ratings=140))
+    batch = table.longest_request(np.arange(1, 41), 96)
+    for organisation, tokens in (("action", 137), ("interleaved", 233)):
+        model = build(table, window=96, organisation=organisation)
+        assert model.tokens(batch) == tokens
+        with torch.no_grad():
+            assert model.event_tokens(batch).shape[1] + len(model.candidate_tokens(batch)) == tokens
+
+
+def test_padding_is_no_token(table):
+    batch = table.batch(table.requests("test"), history=11)
+    events = int(batch.position.sum())
+    assert events < batch.event_item.numel()
+    assert build(table).tokens(batch) == len(batch.time) + events + batch.pairs()
+
+
+def test_the_longest_request_has_no_padding(table):
+    items, data = np.arange(1, 8), table.interactions
+    batch = table.longest_request(items, 9)
+    stop = row_of(table, int(batch.event_time[0, -1]), int(batch.event_item[0, -1])) + 1
+    assert batch.event_mask.shape == (1, 9)
+    assert batch.event_mask.all()
+    assert (batch.position.tolist(), batch.item.tolist()) == ([9], items.tolist())
+    assert batch.event_item[0].tolist() == data.item[stop - 9 : stop].tolist()
+    assert data.timestamp[stop] == batch.time[0]
+    tests = table.requests("test")
+    most = int((table.index.start[tests] - table.index.first[tests]).max())
+    assert table.longest_request(items, 1_000).event_mask.shape == (1, most)
+
+
+def test_without_ordinal_and_gap_a_token_knows_its_position_alone(table, batch):
+    def moved(inputs, **columns):
+        model = build(table, inputs=inputs)
+        return not torch.equal(logits(model, batch), logits(model, replace(batch, **columns)))
+
+    changes = {name: (getattr(batch, name) + 1) % 30 for name in ("ordinal", "gap", "event_ordinal", "event_gap")}
+    for name, column in changes.items():
+        assert moved("all", **{name: column})
+        assert not moved("position", **{name: column})
+    assert moved("position", position=batch.position + 1)
+
+
+def test_items_by_id_read_nothing_else(table, batch):
+    def moved(items, **columns):
+        model = build(table, items=items)
+        return not torch.equal(logits(model, batch), logits(model, replace(batch, **columns)))
+
+    changes = {name: (getattr(batch, name) + 1) % 10 for name in ("decade", "event_decade")}
+    changes |= {name: getattr(batch, name) + 1 for name in ("popularity", "event_popularity")}
+    for name, column in changes.items():
+        assert moved("full", **{name: column})
+        assert not moved("id", **{name: column})
+    assert moved("id", item=batch.item % synthetic.ITEMS + 1)
+    model = build(table)
+    before = logits(model, batch)
+    model.item.item_genres = 1 - model.item.item_genres
+    assert not torch.equal(logits(model, batch), before)
+    assert not hasattr(build(table, items="id").item, "genres")
+
+
+@pytest.mark.parametrize("items", ["full", "id"])
+def test_dropout_is_on_the_input_vectors_and_ffns_and_not_after_attention(table, batch, items):
+    model = build(table, items=items, dropout=0.5)
+    zeros = {}
+    for name, layer in (("user", model.user), ("item", model.item.out)):
+        layer.register_forward_pre_hook(
+            lambda _, given, name=name: zeros.update({name: (given[0] == 0).float().mean()})
+        )
+    model.eval().event_tokens(batch), model.candidate_tokens(batch)
+    assert max(zeros.values()) == 0
+    model.train().event_tokens(batch), model.candidate_tokens(batch)
+    assert all(0.3 < share < 0.7 for share in zeros.values())
+    for block in model.transformer.blocks:
+        assert (block.dropout.rate, block.attention_dropout.rate) == (0.5, 0.0)
 
 
 def test_a_token_is_the_sum_of_its_parts(table, batch):
-    model = build(table)
+    model = build(table).eval()
     with torch.no_grad():
         tokens, candidates = model.event_tokens(batch), model.candidate_tokens(batch)
-        both = build(table, organisation="interleaved")
+        both = build(table, organisation="interleaved").eval()
         both.load_state_dict(model.state_dict(), strict=False)
         pairs = both.event_tokens(batch)
         item = model.item(batch.event_item, batch.event_decade, batch.event_popularity)
@@ -215,29 +311,37 @@ def test_without_the_mask_a_candidate_depends_on_the_others(table):
 
 @each_variant
 def test_no_action_leaks_into_its_own_request(table, switches):
-    windows = table.train_windows(12).take(np.arange(1, 2))
-    model = build(table, **switches)
+    """In every window the ratings from its middle request on are flipped, then those before it."""
+    every, data, model = table.train_windows(12), table.interactions, build(table, **switches)
+    owner = data.user[every.start]
+    nth = np.arange(len(every)) - np.searchsorted(owner, owner)  # windows of a user overlap: one of each at a time
+    for windows in (every.take(np.flatnonzero(nth == n)) for n in range(nth.max() + 1)):
 
-    def scored(source):
-        return logits(model, source.window_batch(windows, negatives=3, rng=np.random.default_rng(1)))
+        def made(source, windows=windows):
+            return source.window_batch(windows, negatives=3, rng=np.random.default_rng(1))
 
-    batch = table.window_batch(windows, negatives=3, rng=np.random.default_rng(1))
-    before, data = scored(table), table.interactions
-    middle = len(batch.time) // 2
-    own = data.user == data.user[windows.start[0]]
+        def flipped(rows):  # the rating alone, not the popularity that other users read
+            edited = WindowTable.of(table)
+            edited._rating = np.where(rows, data.rating % 5 + 1, data.rating).astype(np.float32)
+            return edited
 
-    def flipped(rows):  # the rating alone, not the popularity that other users read
-        edited = WindowTable.of(table)
-        edited._rating = np.where(rows, 6 - data.rating, data.rating).astype(np.float32)
-        return edited
-
-    after = scored(flipped(own & (data.timestamp >= int(batch.time[middle]))))
-    upto = batch.request_of <= middle
-    assert torch.equal(after[upto], before[upto])
-    changed = own & (data.timestamp < int(batch.time[middle])) & (data.rating != 3)
-    assert changed.any()
-    after = scored(flipped(changed))
-    assert not torch.allclose(after[batch.request_of == middle], before[batch.request_of == middle], atol=1e-5)
+        batch = made(table)
+        count = torch.bincount(batch.window_of)
+        middle = count.cumsum(0) - count + count // 2
+        since = np.full(data.n_users + 1, np.iinfo(np.int64).max)
+        since[data.user[windows.start]] = batch.time[middle]
+        later, known = data.timestamp >= since[data.user], np.isin(data.user, data.user[windows.start])
+        edited = made(flipped(later))
+        own = batch.event_mask & (batch.event_time == batch.time[middle].unsqueeze(1))
+        assert own.any(1).all()
+        assert (edited.event_rating != batch.event_rating)[own].all()
+        before, after = logits(model, batch), logits(model, edited)
+        upto = (batch.request_of <= middle[batch.window_of[batch.request_of]]).numpy()
+        assert torch.equal(after[upto], before[upto])
+        after = logits(model, made(flipped(~later & known)))
+        for request in middle[batch.position[middle] > 0].tolist():
+            rows = batch.request_of == request
+            assert not torch.allclose(after[rows], before[rows], atol=1e-5)
 
 
 @pytest.mark.parametrize("organisation", ["action", "interleaved"])
@@ -262,21 +366,27 @@ def test_events_of_one_second_do_not_read_each_other(table, batch, organisation)
     ).all()
 
 
-def test_attention_weight_between_tied_events_is_exactly_zero(table, batch):
-    """The value of one of two tied events is changed: the other's key and value in the next layer stay bitwise equal."""
-    model = build(table).eval()
+@pytest.mark.parametrize("organisation", ["action", "interleaved"])
+@pytest.mark.parametrize("flipped", [0, 1])
+def test_attention_weight_between_tied_events_is_exactly_zero(table, batch, organisation, flipped):
+    """The rating of one of two tied events is changed: the other's keys in the next layer stay bitwise equal."""
+    model = build(table, organisation=organisation).eval()
     w, j = next(
         (w, j)
         for w in range(4)
         for j in range(1, 12)
         if batch.event_mask[w, j] and batch.event_time[w, j] == batch.event_time[w, j - 1]
     )
+    edited, other = (j, j - 1) if flipped else (j - 1, j)
     rating = batch.event_rating.clone()
-    rating[w, j] = 6 - rating[w, j] if rating[w, j] != 3 else 5
+    rating[w, edited] = rating[w, edited] % 5 + 1
     with torch.no_grad():
         before, after = model.prepare(batch), model.prepare(replace(batch, event_rating=rating))
-    assert torch.equal(before.keys[1][w, :, j], after.keys[1][w, :, j])  # token j sits behind U: event j - 1
-    assert not torch.equal(before.keys[1][w, :, j + 1], after.keys[1][w, :, j + 1])
+    same = (before.keys[1][w] == after.keys[1][w]).all(2).all(0)[1:].reshape(12, -1)  # (event, its tokens), behind U
+    assert same[other].all()
+    assert not same[edited, -1]
+    if organisation == "interleaved":
+        assert same[edited, 0]  # an item token does not read its own action
 
 
 # Bias
@@ -289,6 +399,35 @@ def test_slopes_and_weights_by_hand():
     assert torch.softmax(scores, 0).tolist() == pytest.approx([0.4192, 0.3265, 0.2543], abs=1e-4)
     scores = bias(torch.tensor([3]), torch.tensor([3, 2, 1, 0]))[0, 0]
     assert torch.softmax(scores, 0).tolist() == pytest.approx([0.3499, 0.2725, 0.2122, 0.1653], abs=1e-4)
+
+
+def test_attention_weights_are_those_of_the_slopes(table):
+    """Zero queries and keys, one-hot values: what attention returns are its weights over distances 3, 2, 1, 0."""
+    transformer = build(table, layers=1).eval().transformer
+    block, found = transformer.blocks[0], []
+    with torch.no_grad():
+        block.qkv.weight[:32], block.qkv.bias[:32] = 0, 0
+    project = block.project
+
+    def one_hot(x, position):
+        q, k, v = project(x, position)
+        return q, k, torch.eye(4)[position].unsqueeze(1).expand_as(v)
+
+    def finish(x, read):
+        found.append(read[0, :, -1])
+        return x
+
+    block.project, block.finish = one_hot, finish
+    x, mask = torch.randn(1, 4, 16), torch.ones(1, 4, dtype=torch.bool)
+    with torch.no_grad():
+        transformer(x, mask)
+        cache = transformer.cache(x[:, :3], mask[:, :3])
+        transformer.candidates(x[:, 3], cache, torch.tensor([0]), position=torch.tensor([3]))
+    for weights in found:  # (H, 4)
+        slopes = torch.tensor([1 / 4, 1 / 16, 1 / 64, 1 / 256]).unsqueeze(1)
+        torch.testing.assert_close(weights, torch.softmax(-slopes * torch.tensor([3, 2, 1, 0]), dim=1))
+        assert weights[0].flip(0).tolist() == pytest.approx([0.3499, 0.2725, 0.2122, 0.1653], abs=1e-4)
+    assert len(found) == 2
 
 
 def test_the_profile_token_is_at_distance_zero():
@@ -410,6 +549,11 @@ def test_unknown_choices_are_refused():
     for name in CHOICES:
         with pytest.raises(ValueError, match=name):
             replace(SMALL, **{name: "other"})
+
+
+def test_the_learning_rate_warms_up_linearly():
+    factor = experiment.warm_up(100)
+    assert [factor(step, 1_000) for step in (0, 49, 99, 999)] == [0.01, 0.5, 1.0, 1.0]
 
 
 # Cost
