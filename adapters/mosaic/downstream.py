@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from adapters.mosaic.data import SURFACES, MosaicBatch
-from adapters.mosaic.relations import redundancy_loss
+from adapters.mosaic.relations import RisingPenalty, redundancy_loss
 from adapters.mosaic.towers import Catalogue, LikedTitles
-from adapters.mosaic.upstream import UpstreamConfig, penalty_weight
+from adapters.mosaic.upstream import UpstreamConfig
 from auto_research.blocks.behaviour_events import request_fields
 from auto_research.blocks.cross_network import CrossNetwork
 from auto_research.blocks.dropout import Dropout
@@ -139,7 +139,7 @@ def pairs_of(batch: MosaicBatch, chosen: Tensor) -> MosaicBatch:
     return replace(batch, **{name: getattr(batch, name)[chosen] for name in names})
 
 
-class CoTraining(nn.Module):
+class CoTraining(RisingPenalty):
     """Stage 3: the CoTrain tower end to end with one downstream ranker for all surfaces; model(batch) -> [P, 3].
 
     Gradient of the downstream loss reaches the tower; deployed specialists enter the redundancy penalty only.
@@ -156,11 +156,10 @@ class CoTraining(nn.Module):
         layers: int,
         hidden: int,
     ):
-        super().__init__()
+        super().__init__(config.redundancy_weight)
         self.config, self.tower = config, tower
         sizes = {"field": field, "vectors": [width], "extra": 0, "layers": layers, "hidden": hidden}
         self.ranker = SurfaceRanker(catalogue, **sizes, dropout=config.dropout)
-        self.register_buffer("penalty", torch.zeros(()))
 
     def forward(self, batch: MosaicBatch) -> Tensor:
         return self.rank(self.tower(batch), batch)
@@ -174,7 +173,3 @@ class CoTraining(nn.Module):
         if self.config.redundancy != "none" and batch.vectors is not None:
             loss = loss + self.penalty * redundancy_loss(u, batch.vectors, self.config.redundancy)
         return loss
-
-    def after_step(self, step: int, total: int) -> None:
-        """lambda of the next step."""
-        self.penalty.fill_(penalty_weight(step, total, self.config.redundancy_weight))

@@ -32,6 +32,7 @@ from auto_research.baselines import bias as bias_baseline
 from auto_research.baselines import gbdt as gbdt_baseline
 from auto_research.baselines import popularity as popularity_baseline
 from auto_research.data.titles import load_title_vectors
+from auto_research.evaluate.serving import TIMED, WARM_UP
 from auto_research.experiment.context import Context
 from auto_research.experiment.contract import Experiment, Measurement
 from auto_research.runtime.devices import device_for
@@ -59,29 +60,26 @@ def specialists(ctx: Context) -> None:
         trained, facts = train_jointly(ctx, switch["kinds"], table, catalogue, device, **sizes)
         for kind, tower in trained.items():
             vectors = export_vectors(tower, table, tower_budget(ctx).history, device)
-            save_specialist(ctx.out / kind, tower, vectors, facts)
+            save_specialist(ctx.out / kind, tower, vectors, facts, towers)
         return
     deployed: list[Deployed] = []
     for kind in switch["kinds"]:
         if kind in switch.get("reuse", {}):
-            deployed.append(load_specialist(ctx.artifact(switch["reuse"][kind]) / kind, kind, towers, catalogue))
+            deployed.append(load_specialist(ctx.artifact(switch["reuse"][kind]) / kind, kind, catalogue))
             continue
         options = {"mrm": switch.get("mrm", "none"), "cotrain_rows": not switch.get("cotrain_upstream", False)}
         tower, facts = train_specialist(
             ctx, kind, table, catalogue, deployed, device, towers=towers, config=config, **options
         )
         vectors = export_vectors(tower, table, tower_budget(ctx).history, device)
-        save_specialist(ctx.out / kind, tower, vectors, facts)
+        save_specialist(ctx.out / kind, tower, vectors, facts, towers)
         deployed.append(Deployed(kind, tower, vectors))
 
 
 def fleet_of(ctx: Context, catalogue: Catalogue) -> list[Deployed]:
     """The specialists an arm reads, by kind: artifact."""
-    towers = widened(tower_config(ctx), (ctx.switch or {}).get("widen", 1))
-    found = {}
-    for kind, artifact in (ctx.switch or {}).get("fleet", {}).items():
-        found[kind] = load_specialist(Path(ctx.artifact(artifact)) / kind, kind, towers, catalogue)
-    return list(found.values())
+    chosen = (ctx.switch or {}).get("fleet", {})
+    return [load_specialist(Path(ctx.artifact(artifact)) / kind, kind, catalogue) for kind, artifact in chosen.items()]
 
 
 def downstream(ctx: Context) -> Measurement:
@@ -107,7 +105,11 @@ def downstream(ctx: Context) -> Measurement:
         return Downstream(catalogue, surface, towers, width=width, titles=switch.get("titles", False), **sizes)
 
     def look(model: Downstream, table: MosaicTable) -> dict[str, Any]:
-        return fleet_report(model, table, [one.name for one in fleet], history, device) if fleet else {}
+        if not fleet:
+            return {}
+        timing = (1, 3) if ctx.tier == "tiny" else (WARM_UP, TIMED)
+        report = fleet_report(model, table, [one.name for one in fleet], history, device, timing=timing)
+        return report | {"towers": {one.name: one.facts for one in fleet}}
 
     measured = train_ctr(ctx, build, device=device, table=rows, inspect=look)
     measured.metrics |= measured.extra.pop("metrics", {})

@@ -1,12 +1,13 @@
 """Training, export and reading of specialists.
 
 An artifact holds one folder per specialist: tower.safetensors, vectors.safetensors (one vector per request of any split,
-from events strictly before it) and facts.json.
+from events strictly before it) and facts.json, which has the tower's configuration as well.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+import json
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import nn
 
 from adapters.mosaic.data import MosaicTable, rated_labels
 from adapters.mosaic.downstream import CoTraining
-from adapters.mosaic.relations import random_group, seen_classes, spearman, task_groups
+from adapters.mosaic.relations import RisingPenalty, random_group, seen_classes, spearman, task_groups
 from adapters.mosaic.towers import Catalogue, JointTower, TowerConfig, build_tower
 from adapters.mosaic.upstream import UpstreamConfig, UpstreamModel, upstream_model
 from auto_research.evaluate.ctr import model_scorer, rated_batches, rated_metrics, score_rated
@@ -25,7 +26,7 @@ from auto_research.experiment.context import Context
 from auto_research.runtime.files import write_json
 from auto_research.runtime.seeds import seed_everything
 from auto_research.train.ctr import SELECTION, EpochBatches, RequestBudget, training_loss
-from auto_research.train.loop import Plan, fit
+from auto_research.train.loop import Fitted, Plan, fit
 from auto_research.train.optimizer import adamw
 
 UPSTREAM_ROWS, DOWNSTREAM_ROWS = (0.0, 0.5), (0.5, 0.8)
@@ -34,11 +35,15 @@ EXPORT_AT_ONCE = 512
 
 @dataclass(frozen=True)
 class Deployed:
-    """A frozen specialist: tower in evaluation mode, vectors float32[n_requests, D] (0 outside the splits)."""
+    """A frozen specialist: tower in evaluation mode, vectors float32[n_requests, D] (0 outside the splits).
+
+    facts: of its training, with its configuration under "tower".
+    """
 
     name: str
     tower: nn.Module
     vectors: np.ndarray
+    facts: dict[str, Any] = field(default_factory=dict)
 
 
 def tower_config(ctx: Context, **changes: Any) -> TowerConfig:
@@ -80,13 +85,15 @@ def train_specialist(
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Train one specialist in its own loop and return its tower, frozen, with the facts of its training.
 
-    deployed: those in use already; the redundancy loss reads their exported vectors. The CoTrain tower trains with a
-    downstream model on downstream rows, all others (and CoTrain with cotrain_rows False) upstream on earlier rows.
+    deployed: those in use already; the redundancy loss reads their exported vectors, and beside them only epochs with a
+    full lambda are exported, whether or not there is a redundancy loss. The CoTrain tower trains with a downstream model
+    on downstream rows, all others (and CoTrain with cotrain_rows False) upstream on earlier rows.
     """
     downstream = kind == "cotrain" and cotrain_rows
     rows = table.between(*(DOWNSTREAM_ROWS if downstream else UPSTREAM_ROWS))
     groups = [] if downstream else mined_groups(rows, mrm, ctx.seed)
-    if deployed and config.redundancy != "none":
+    penalised = bool(deployed) and config.redundancy != "none"
+    if penalised:
         rows = rows.reading(np.stack([one.vectors for one in deployed], axis=1))
     seed_everything(ctx.seed)
     if downstream:
@@ -95,7 +102,7 @@ def train_specialist(
     else:
         model = upstream_model(kind, towers, config, catalogue, groups)
     model = model.to(device)
-    fitted = _fit(ctx, model, rows, device, kind)
+    fitted = _fit(ctx, model, rows, device, kind, beside=bool(deployed))
     facts = {
         "validation": fitted.validation,
         "best_epoch": fitted.best_epoch,
@@ -103,7 +110,8 @@ def train_specialist(
         "tower_params": sum(p.numel() for p in model.tower.parameters()),
         "groups": [list(group) for group, _ in groups],
         "classes": [len(classes) for _, classes in groups],
-        "redundancy": config.redundancy if deployed else "none",
+        "redundancy": config.redundancy if penalised else "none",
+        "penalty": float(model.penalty) if penalised else 0.0,  # lambda at the exported epoch
     }
     return model.tower.requires_grad_(False).eval(), facts
 
@@ -127,7 +135,9 @@ def train_jointly(
     return dict(joint.requires_grad_(False).eval().towers.items()), facts
 
 
-def _fit(ctx: Context, model: nn.Module, table: MosaicTable, device: torch.device, name: str):
+def _fit(
+    ctx: Context, model: RisingPenalty, table: MosaicTable, device: torch.device, name: str, *, beside: bool = False
+) -> Fitted:
     budget, trial = tower_budget(ctx), ctx.budget.get("tower_trial", {"learning_rate": 1e-3, "weight_decay": 1e-4})
     validation = rated_batches(table, "valid", history=budget.history)
 
@@ -135,13 +145,17 @@ def _fit(ctx: Context, model: nn.Module, table: MosaicTable, device: torch.devic
         model.after_step(step, total)
         ctx.observe("step", model=model, step=step)
 
+    def validate(model: RisingPenalty) -> dict[str, float]:
+        values = rated_metrics(score_rated(model_scorer(model, device), validation))
+        return values | {"choice": model.choice(values[SELECTION], beside)}
+
     return fit(
         model,
         adamw(model, trial["learning_rate"], trial.get("weight_decay", 0.0)),
-        Plan(budget.epochs, budget.steps, budget.clip, key=SELECTION, patience=budget.patience),
+        Plan(budget.epochs, budget.steps, budget.clip, key="choice", patience=budget.patience),
         batches=lambda epoch: EpochBatches(table, budget, ctx.seed, epoch, device),
         loss=lambda model, batch: training_loss(model, batch),
-        validate=lambda model: rated_metrics(score_rated(model_scorer(model, device), validation)),
+        validate=validate,
         state=ctx.state.child(name.replace("_", "-")),
         on_step=after,
         progress=ctx.progress,
@@ -163,7 +177,9 @@ def export_vectors(tower: nn.Module, table: MosaicTable, history: int, device: t
     return found
 
 
-def save_specialist(folder: Path, tower: nn.Module, vectors: np.ndarray, facts: dict[str, Any]) -> None:
+def save_specialist(
+    folder: Path, tower: nn.Module, vectors: np.ndarray, facts: dict[str, Any], config: TowerConfig
+) -> None:
     """Write one specialist below an artifact's folder; vectors only where there is one."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: value.detach().cpu().contiguous() for name, value in tower.state_dict().items()}
@@ -171,19 +187,18 @@ def save_specialist(folder: Path, tower: nn.Module, vectors: np.ndarray, facts: 
     requests = np.flatnonzero(vectors.any(axis=1))
     stored = {"requests": torch.from_numpy(requests), "vectors": torch.from_numpy(vectors[requests])}
     save_file(stored | {"count": torch.tensor([len(vectors)])}, folder / "vectors.safetensors")
-    write_json(folder / "facts.json", facts)
+    write_json(folder / "facts.json", facts | {"tower": asdict(config)})
 
 
-def load_specialist(
-    folder: Path, kind: str, config: TowerConfig, catalogue: Catalogue, device: torch.device | str = "cpu"
-) -> Deployed:
-    """A deployed specialist, frozen."""
-    tower = build_tower(kind, config, catalogue)
+def load_specialist(folder: Path, kind: str, catalogue: Catalogue, device: torch.device | str = "cpu") -> Deployed:
+    """A deployed specialist, frozen, built as it was saved."""
+    facts = json.loads((folder / "facts.json").read_text())
+    tower = build_tower(kind, TowerConfig(**facts["tower"]), catalogue)
     tower.load_state_dict(load_file(folder / "tower.safetensors"))
     stored = load_file(folder / "vectors.safetensors")
     vectors = np.zeros((int(stored["count"]), stored["vectors"].shape[1]), dtype=np.float32)
     vectors[stored["requests"].numpy()] = stored["vectors"].numpy()
-    return Deployed(kind, tower.requires_grad_(False).eval().to(device), vectors)
+    return Deployed(kind, tower.requires_grad_(False).eval().to(device), vectors, facts)
 
 
 def widened(config: TowerConfig, factor: int) -> TowerConfig:

@@ -13,11 +13,13 @@ from adapters.mosaic.downstream import Downstream
 from adapters.mosaic.relations import mean_cosine, predictability
 from auto_research.data.requests import RequestTable
 from auto_research.evaluate.ctr import RatedScores, model_scorer, rated_batches, score_rated
-from auto_research.evaluate.serving import median_seconds
+from auto_research.evaluate.serving import TIMED, WARM_UP, median_seconds
 from auto_research.experiment.contract import Measurement
 from auto_research.metrics.ctr import row_logloss
+from auto_research.runtime.errors import RunFailure
 
 TIMED_REQUESTS = 256
+CACHE_TOLERANCE = 1e-5
 
 
 def normalised_entropy(label: np.ndarray, score: np.ndarray) -> float:
@@ -79,9 +81,18 @@ def zero_out(
 
 
 def fleet_report(
-    model: Downstream, table: MosaicTable, names: list[str], history: int, device: torch.device
+    model: Downstream,
+    table: MosaicTable,
+    names: list[str],
+    history: int,
+    device: torch.device,
+    *,
+    timing: tuple[int, int] = (WARM_UP, TIMED),
 ) -> dict[str, Any]:
-    """extra of an arm with exported vectors; its "metrics" and "cost" are moved by the caller. table: reading a cache."""
+    """extra of an arm with exported vectors; its "metrics" and "cost" are moved by the caller. table: reading a cache.
+
+    timing: warm-up and timed runs.
+    """
     from sklearn.metrics import roc_auc_score
 
     vectors, train, test = table.vectors, table.requests("train"), table.requests("test")
@@ -93,29 +104,47 @@ def fleet_report(
     extra: dict[str, Any] = {"zero_out": dict(zip(names, lost, strict=True))}
     if len(names) > 1:
         metrics["redundancy_cosine"] = mean_cosine(vectors[test])
+        metrics["redundancy_cosine_squared"] = mean_cosine(vectors[test], squared=True)
         user, chosen = table.request_user[test], vectors[test]
         old = [chosen[:, :k].reshape(len(test), -1) for k in range(1, len(names))]
         scores = [predictability(chosen[:, k], before, user) for k, before in enumerate(old, start=1)]
         metrics["redundancy_r2"] = float(np.mean(scores))
         extra["redundancy_r2"] = dict(zip(names[1:], scores, strict=True))
-    return extra | {"metrics": metrics, "cost": serving_cost(model, table, names, history, device)}
+    return extra | {"metrics": metrics, "cost": serving_cost(model, table, names, history, device, timing)}
 
 
 @torch.no_grad()
 def serving_cost(
-    model: Downstream, table: MosaicTable, names: list[str], history: int, device: torch.device
+    model: Downstream,
+    table: MosaicTable,
+    names: list[str],
+    history: int,
+    device: torch.device,
+    timing: tuple[int, int] = (WARM_UP, TIMED),
 ) -> dict[str, Any]:
-    """Cached against recomputed downstream logits, and the speed of both and of the export."""
-    batch = table.batch(table.requests("test")[:TIMED_REQUESTS], history=history).to(device)
+    """Cached against recomputed downstream logits, and the speed of both and of the export, batches included.
+
+    Raises RunFailure where the two logits differ by more than 1e-5 (of the largest logit, if that is above 1) on CPU.
+    """
+    chosen = table.requests("test")[:TIMED_REQUESTS]
+    batch = table.batch(chosen, history=history).to(device)
     fresh = replace(batch, vectors=None)
     model.eval()
-    requests = len(batch.user_id)
+    cached, recomputed = model(batch), model(fresh)
+    difference = float((cached - recomputed).abs().max())
+    allowed = CACHE_TOLERANCE * max(1.0, float(recomputed.abs().max()))
+    if device.type == "cpu" and difference > allowed:
+        raise RunFailure(f"cached logits differ from recomputed ones by {difference:.2e}, more than {allowed:.2e}")
+
+    def export() -> None:
+        model.vectors(replace(table.batch(chosen, history=history).to(device), vectors=None))
+
     cost: dict[str, Any] = {
-        "cache_difference": float((model(batch) - model(fresh)).abs().max()),
+        "cache_difference": difference,
         "bytes_per_user": int(table.vectors.shape[1] * table.vectors.shape[2] * 4),
-        "cached_pairs_per_s": batch.pairs() / median_seconds(lambda: model(batch), device, 1, 3),
-        "uncached_pairs_per_s": batch.pairs() / median_seconds(lambda: model(fresh), device, 1, 3),
-        "export_users_per_s": requests / median_seconds(lambda: model.vectors(fresh), device, 1, 3),
+        "cached_pairs_per_s": batch.pairs() / median_seconds(lambda: model(batch), device, *timing),
+        "uncached_pairs_per_s": batch.pairs() / median_seconds(lambda: model(fresh), device, *timing),
+        "export_requests_per_s": len(chosen) / median_seconds(export, device, *timing),
     }
     for name, tower in zip(names, model.fleet, strict=True):
         cost[f"params_{name}"] = sum(p.numel() for p in tower.parameters())

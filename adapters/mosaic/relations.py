@@ -21,6 +21,7 @@ from auto_research.runtime.seeds import stable_rng
 THRESHOLD = 0.3
 LARGEST_GROUP = 3
 NORM_FLOOR = 1e-6
+PENALTY_START, PENALTY_RISE = 0.2, 0.3  # t0 and t1 as shares of all steps
 
 
 def spearman(labels: np.ndarray) -> np.ndarray:
@@ -110,18 +111,42 @@ def redundancy_loss(new: Tensor, deployed: Tensor, kind: str = "signed") -> Tens
         return (cosine.square() if kind == "squared" else cosine).mean()
 
 
-def penalty_weight(step: int, total: int, largest: float, start: float = 0.2, rise: float = 0.3) -> float:
-    """lambda(t) with t0 = start * total and t1 = rise * total."""
-    return largest * min(1.0, max(0.0, (step - start * total) / max(1e-9, rise * total)))
+def penalty_weight(step: int, total: int, largest: float) -> float:
+    """lambda(t) with t0 = 0.2 total and t1 = 0.3 total."""
+    return largest * min(1.0, max(0.0, (step - PENALTY_START * total) / max(1e-9, PENALTY_RISE * total)))
 
 
-def mean_cosine(vectors: np.ndarray) -> float:
-    """Mean cosine over the pairs of specialists: vectors [N, K, D], K >= 2; short vectors count as 0."""
+class RisingPenalty(nn.Module):
+    """Base of the models that train a specialist: lambda(t) in `penalty` and t / total in `elapsed`, both saved."""
+
+    def __init__(self, largest: float):
+        super().__init__()
+        self.largest = largest
+        self.register_buffer("penalty", torch.zeros(()))
+        self.register_buffer("elapsed", torch.zeros(()))
+
+    def after_step(self, step: int, total: int) -> None:
+        """lambda of the next step."""
+        self.penalty.fill_(penalty_weight(step, total, self.largest))
+        self.elapsed.fill_(step / total)
+
+    def choice(self, value: float, beside: bool) -> float:
+        """What chooses the epoch: the validation value; beside deployed specialists only once lambda is full.
+
+        Before that it rises from -2, so that no value of a full lambda (an AUC) is below it and patience does not count.
+        """
+        full = PENALTY_START + PENALTY_RISE
+        elapsed = float(self.elapsed)
+        return value if not beside or elapsed >= full - 1e-6 else elapsed - 2
+
+
+def mean_cosine(vectors: np.ndarray, squared: bool = False) -> float:
+    """Mean cosine (or its square) over the pairs of specialists: vectors [N, K, D], K >= 2; short vectors count as 0."""
     x = vectors.astype(np.float64)
     norm = np.linalg.norm(x, axis=2, keepdims=True)
     x = np.where(norm < NORM_FLOOR, 0.0, x / np.maximum(norm, NORM_FLOOR))
-    gram = np.einsum("nkd,nld->kl", x, x) / len(x)
-    return float(gram[np.triu_indices(len(gram), 1)].mean())
+    cosine = (x @ x.transpose(0, 2, 1))[:, *np.triu_indices(x.shape[1], 1)]  # (N, pairs)
+    return float((cosine**2 if squared else cosine).mean())
 
 
 def predictability(new: np.ndarray, old: np.ndarray, user: np.ndarray, ridge: float = 1.0) -> float:

@@ -25,6 +25,7 @@ from auto_research.blocks.request_attention import NullEvent
 from auto_research.blocks.request_encoder import embedding
 from auto_research.blocks.sequence_summary import masked_mean
 from auto_research.blocks.wukong import WukongLayer
+from auto_research.data.behaviours import EventWindow
 from auto_research.data.requests import RequestTable
 
 SPECIALISTS = ("memorization", "dense_heavy", "sequential", "cotrain")
@@ -38,12 +39,13 @@ DEMOGRAPHICS = ("age", "gender", "occupation", "zip")
 class TowerConfig:
     """Sizes and the ablations inside towers.
 
-    user_width D_u of an exported vector; history L; token_width: width of a dense token and of the id tables.
+    user_width D_u of an exported vector; sequence L: events that the sequential tower reads, of the history that all
+    towers get; token_width: width of a dense token and of the id tables.
     user_table: False drops the user_id table (memorization). dense: wukong | mlp. ffn: moe | dense (sequential).
     """
 
     user_width: int = 64
-    history: int = 128
+    sequence: int = 128
     field: int = 16
     token_width: int = 32
     layers: int = 2
@@ -86,14 +88,15 @@ class MemorizationTower(nn.Module):
         self.user = embedding(catalogue.vocab["user_id"], 2 * d) if config.user_table else None
         self.media, self.author = embedding(catalogue.vocab["item"], d, True), embedding(catalogue.authors, d, True)
         self.register_buffer("item_author", torch.from_numpy(catalogue.item_author), persistent=False)
-        self.out = nn.Linear((4 if config.user_table else 2) * d, config.user_width)
+        self.out = nn.Linear((4 if config.user_table else 2) * d, config.user_width, bias=False)
+        self.dropout = Dropout(config.dropout)
 
     def forward(self, batch: MosaicBatch) -> Tensor:
         items, mask = batch.liked_item[:, -LIKED:], batch.liked_mask[:, -LIKED:]
         parts = [masked_mean(self.media(items), mask), masked_mean(self.author(self.item_author[items]), mask)]
         if self.user is not None:
             parts.insert(0, self.user(batch.user_id))
-        return self.out(torch.cat(parts, dim=1))
+        return self.out(self.dropout(torch.cat(parts, dim=1)))
 
 
 class LikedTitles(nn.Module):
@@ -199,7 +202,7 @@ class SequentialTower(nn.Module):
 
     def __init__(self, config: TowerConfig, catalogue: Catalogue):
         super().__init__()
-        c, d = config, config.user_width
+        c, d, self.length = config, config.user_width, config.sequence
         self.encoder = EventTables(c.field, catalogue)
         self.events, self.target = nn.Linear(3 * c.field, d), nn.Linear(2 * c.field, d)
         self.bos, self.dropout = NullEvent(d), Dropout(c.dropout)
@@ -212,10 +215,11 @@ class SequentialTower(nn.Module):
 
     def states(self, batch: MosaicBatch) -> tuple[Tensor, KeyValueCache]:
         """u [R, D_u] and what candidates read."""
-        x = self.events(window_events(self.encoder, batch.window("hist"), self.encoder.item_vectors()))
-        x, mask = self.bos(self.dropout(x), batch.hist_mask)
+        window = EventWindow(*(field[:, -self.length :] for field in batch.window("hist")))
+        x = self.events(window_events(self.encoder, window, self.encoder.item_vectors()))
+        x, mask = self.bos(self.dropout(x), window.mask)
         hidden, cache = self.transformer.prefill(x, mask)
-        some = batch.hist_mask[:, -1:]  # left-padded: the newest event is last, if there is any
+        some = window.mask[:, -1:]  # left-padded: the newest event is last, if there is any
         return torch.where(some, hidden[:, -1], hidden[:, 0]), cache
 
     def forward(self, batch: MosaicBatch) -> Tensor:
@@ -252,17 +256,30 @@ class PooledTower(nn.Module):
 
 
 class JointTower(nn.Module):
-    """Ablation: several specialists in one model, batch -> their vectors side by side [R, K D_u]."""
+    """Ablation: several specialists, the sequential one among them, in one model.
+
+    batch -> their vectors side by side [R, K D_u]; states, targets and balance as those of the sequential specialist.
+    """
 
     def __init__(self, kinds: Sequence[str], config: TowerConfig, catalogue: Catalogue):
         super().__init__()
         self.towers = nn.ModuleDict({kind: TOWERS[kind](config, catalogue) for kind in kinds})
 
     def forward(self, batch: MosaicBatch) -> Tensor:
-        return torch.cat([tower(batch) for tower in self.towers.values()], dim=1)
+        return self.states(batch)[0]
+
+    def states(self, batch: MosaicBatch) -> tuple[Tensor, KeyValueCache]:
+        """Vectors [R, K D_u] and what candidates read."""
+        last, cache = self.towers["sequential"].states(batch)
+        parts = [last if kind == "sequential" else tower(batch) for kind, tower in self.towers.items()]
+        return torch.cat(parts, dim=1), cache
+
+    def targets(self, cache: KeyValueCache, batch: MosaicBatch) -> Tensor:
+        """Logits [P, 2] of the auxiliary heads."""
+        return self.towers["sequential"].targets(cache, batch)
 
     def take_balance(self) -> Tensor:
-        """Of its sequential specialist, which has no auxiliary heads here."""
+        """Load-balance loss of the last pass in training."""
         return self.towers["sequential"].take_balance()
 
 

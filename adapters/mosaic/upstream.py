@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from adapters.mosaic.data import MosaicBatch, label_matrix
-from adapters.mosaic.relations import CompositeHead, penalty_weight, redundancy_loss
-from adapters.mosaic.towers import Catalogue, SequentialTower, TowerConfig, build_tower
+from adapters.mosaic.relations import CompositeHead, RisingPenalty, redundancy_loss
+from adapters.mosaic.towers import Catalogue, TowerConfig, build_tower
 from auto_research.blocks.dropout import Dropout
 from auto_research.blocks.request_encoder import CONTEXT_FIELDS, RequestEncoder
 from auto_research.runtime.precision import float32_region
@@ -67,7 +67,7 @@ class Interaction(nn.Module):
         return self.network(torch.cat([u, v, u * v, dots, pair.cross, context.index_select(0, request_of)], dim=1))
 
 
-class UpstreamModel(nn.Module):
+class UpstreamModel(RisingPenalty):
     """model(batch) -> logits [P, 4] for engage, like, love, dislike; `training_loss` adds what the stage trains with."""
 
     def __init__(
@@ -80,7 +80,7 @@ class UpstreamModel(nn.Module):
         field: int = 16,
         groups: list[tuple[tuple[int, ...], list[int]]] = (),
     ):
-        super().__init__()
+        super().__init__(config.redundancy_weight)
         self.config, self.tower = config, tower
         self.interaction = Interaction(width, config, catalogue, field)
         hidden = config.hidden[1]
@@ -88,7 +88,6 @@ class UpstreamModel(nn.Module):
             nn.Sequential(nn.Linear(hidden, TOWER_HIDDEN), nn.SiLU(), nn.Linear(TOWER_HIDDEN, 1)) for _ in TASKS
         )
         self.composite = nn.ModuleList(CompositeHead(hidden, group, classes) for group, classes in groups)
-        self.register_buffer("penalty", torch.zeros(()))
 
     def forward(self, batch: MosaicBatch) -> Tensor:
         return self.logits(self.interaction(self.tower(batch), batch))
@@ -98,15 +97,14 @@ class UpstreamModel(nn.Module):
 
     def training_loss(self, batch: MosaicBatch, task_loss=None) -> Tensor:
         """The whole loss of a batch; `task_loss` of the request table is not used, because there is a fourth task."""
-        sequential = isinstance(self.tower, SequentialTower)
+        sequential = hasattr(self.tower, "targets")
         u, cache = self.tower.states(batch) if sequential else (self.tower(batch), None)
         balance = self.tower.take_balance() if hasattr(self.tower, "take_balance") else None
         z, labels = self.interaction(u, batch), label_matrix(batch)
         loss = tasks_loss(self.logits(z), labels, batch.rated)
         for head in self.composite:
-            loss = loss + COMPOSITE_WEIGHT * head.loss(
-                z, labels.roll(-1, 1), batch.rated
-            )  # like, love, dislike, engage
+            mined = labels.roll(-1, 1)  # like, love, dislike, engage
+            loss = loss + COMPOSITE_WEIGHT * head.loss(z, mined, batch.rated)
         if sequential:
             auxiliary = self.tower.targets(cache, batch)
             loss = loss + tasks_loss(auxiliary.flip(1), labels[:, :2], batch.rated)
@@ -115,10 +113,6 @@ class UpstreamModel(nn.Module):
         if self.config.redundancy != "none" and batch.vectors is not None:
             loss = loss + self.penalty * redundancy_loss(u, batch.vectors, self.config.redundancy)
         return loss
-
-    def after_step(self, step: int, total: int) -> None:
-        """lambda of the next step."""
-        self.penalty.fill_(penalty_weight(step, total, self.config.redundancy_weight))
 
 
 def tasks_loss(logits: Tensor, labels: Tensor, rated: Tensor) -> Tensor:

@@ -9,13 +9,22 @@ import numpy as np
 import pytest
 import synthetic
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import adapters.mosaic.fleet
 from adapters.mosaic.data import MosaicTable, earlier_fraction, item_authors, item_surfaces, labels_of, rated_labels
 from adapters.mosaic.downstream import CoTraining, Downstream
-from adapters.mosaic.fleet import export_vectors, load_specialist, save_specialist, train_specialist
-from adapters.mosaic.fleet_report import normalised_entropy, zero_out
+from adapters.mosaic.fleet import (
+    Deployed,
+    export_vectors,
+    load_specialist,
+    mined_groups,
+    save_specialist,
+    train_specialist,
+)
+from adapters.mosaic.fleet_report import add_surfaces, normalised_entropy, serving_cost, zero_out
+from adapters.mosaic.fleet_report import test_items as scored_items
 from adapters.mosaic.relations import (
     CompositeHead,
     composite,
@@ -30,15 +39,19 @@ from adapters.mosaic.relations import (
 )
 from adapters.mosaic.towers import SPECIALISTS, Catalogue, JointTower, MoEFeedForward, TowerConfig, build_tower
 from adapters.mosaic.upstream import UpstreamConfig, UpstreamModel, upstream_model
+from auto_research.blocks.behaviour_events import window_events
 from auto_research.data.requests import RequestTable
-from auto_research.evaluate.ctr import split_pairs
+from auto_research.evaluate.ctr import rated_batches, split_pairs
 from auto_research.experiment.context import Budget
+from auto_research.experiment.contract import Rows
+from auto_research.runtime.errors import RunFailure
 from auto_research.runtime.files import sha256_bytes
 from auto_research.train.ctr import request_loss, training_loss
 from auto_research.train.loop import Fitted
+from auto_research.train.state import StateFolder
 
 SMALL = TowerConfig(
-    user_width=8, history=9, field=4, token_width=8, layers=2, heads=2, expansion=1, hidden=12, dropout=0.0
+    user_width=8, sequence=9, field=4, token_width=8, layers=2, heads=2, expansion=1, hidden=12, dropout=0.0
 )
 PLAIN = UpstreamConfig(hidden=(16, 8), dropout=0.0)
 CPU = torch.device("cpu")
@@ -46,6 +59,7 @@ ABLATIONS = [
     ("memorization", {"user_table": False}),
     ("dense_heavy", {"dense": "mlp"}),
     ("sequential", {"ffn": "dense"}),
+    ("sequential", {"sequence": 4}),
 ]
 
 
@@ -161,6 +175,25 @@ def test_composite_head_has_no_logit_for_unseen_classes_and_sums_to_marginals():
     torch.testing.assert_close(head.loss(z, labels, rated), expected)
 
 
+def test_random_groups_differ_from_the_mined_ones(table, catalogue):
+    mined, drawn = mined_groups(table, "mined", 0), mined_groups(table, "random", 0)
+    assert mined_groups(table, "none", 0) == []
+    assert [len(group) for group, _ in drawn] == [len(group) for group, _ in mined] == [3]
+    assert mined[0][0] != drawn[0][0]
+    labels = np.column_stack([rated_labels(table), np.ones(table.rows("train"), dtype=np.int64)])
+    for group, classes in mined + drawn:
+        bits = labels[:, list(group)] @ 2 ** np.arange(len(group))
+        assert classes == sorted(set(bits.tolist()))
+    batch, losses = training_batch(table), []
+    for groups in (mined, drawn):
+        model = upstream("memorization", catalogue, groups=groups)
+        plain = upstream("memorization", catalogue)
+        plain.load_state_dict(model.state_dict(), strict=False)
+        losses.append((model.training_loss(batch) - plain.training_loss(batch)).item())
+    assert min(losses) > 0
+    assert losses[0] != pytest.approx(losses[1])
+
+
 def test_mining_adds_to_the_loss(table, catalogue):
     batch = training_batch(table)
     plain, mined = (
@@ -232,20 +265,54 @@ def test_a_rotation_fools_the_cosine_but_not_the_ridge():
     assert predictability(turned, old, user) > 0.99
     assert predictability(rng.normal(size=(400, 4)), old, user) < 0.1
     assert mean_cosine(np.stack([old, 2 * old, -old], axis=1)) == pytest.approx(-1 / 3)
+    assert mean_cosine(np.stack([old, 2 * old, -old], axis=1), squared=True) == pytest.approx(1)
+    assert abs(mean_cosine(np.stack([old, turned], axis=1), squared=True)) < 1e-9
 
 
 # Frozen fleet
 
 
-def test_deployed_towers_do_not_change_when_the_next_one_trains(table, catalogue):
-    deployed = tower_of("memorization", catalogue).requires_grad_(False)
-    before = state_hash(deployed)
-    batch = training_batch(table.reading(export_vectors(deployed, table, 9, CPU)[:, None]))
-    model = upstream("sequential", catalogue, UpstreamConfig("signed", 0.05, (16, 8), 0.0))
-    untrained = state_hash(model.tower)
-    steps(model, batch)
-    assert state_hash(deployed) == before
-    assert state_hash(model.tower) != untrained
+def training_context(tmp_path, **budget) -> SimpleNamespace:
+    sizes = {"history": 9, "batch": 64, "patience": None, "cross_layers": 1, "cross_hidden": 12} | budget
+    return SimpleNamespace(
+        seed=0, budget=Budget(sizes), state=StateFolder(tmp_path), observe=lambda *_, **__: None, progress=None
+    )
+
+
+@pytest.mark.parametrize("kind", ["sequential", "cotrain"])
+def test_deployed_towers_do_not_change_when_the_next_one_trains(table, catalogue, tmp_path, kind):
+    tower = tower_of("memorization", catalogue).requires_grad_(False)
+    deployed = Deployed("memorization", tower, export_vectors(tower, table, 9, CPU))
+    before, vectors = state_hash(tower), deployed.vectors.copy()
+    ctx = training_context(tmp_path, epochs=1)
+    config = UpstreamConfig("signed", 5.0, (16, 8), 0.0)
+    options = {"towers": SMALL, "config": config}
+    new, facts = train_specialist(ctx, kind, table, catalogue, [deployed], CPU, **options)
+    assert facts["steps"] > 1
+    assert facts["penalty"] == 5.0
+    assert facts["redundancy"] == "signed"
+    assert state_hash(tower) == before
+    assert np.array_equal(deployed.vectors, vectors)
+    assert not any(p.requires_grad for p in new.parameters())
+    torch.manual_seed(0)
+    assert state_hash(new) != state_hash(build_tower(kind, SMALL, catalogue))
+
+
+@pytest.mark.parametrize(("beside", "redundancy", "best"), [(True, "signed", 3), (True, "none", 3), (False, "none", 1)])
+def test_beside_deployed_towers_only_a_full_penalty_is_exported(
+    table, catalogue, tmp_path, monkeypatch, beside, redundancy, best
+):
+    values = iter([0.9, 0.8, 0.7, 0.6, 0.5])
+    metrics = adapters.mosaic.fleet.rated_metrics
+    monkeypatch.setattr(adapters.mosaic.fleet, "rated_metrics", lambda rows: metrics(rows) | {"auc": next(values)})
+    tower = tower_of("memorization", catalogue)
+    deployed = [Deployed("memorization", tower, export_vectors(tower, table, 9, CPU))] if beside else []
+    ctx = training_context(tmp_path, epochs=5, patience=2)
+    options = {"towers": SMALL, "config": UpstreamConfig(redundancy, 0.05, (16, 8), 0.0)}
+    _, facts = train_specialist(ctx, "dense_heavy", table, catalogue, deployed, CPU, **options)
+    assert facts["best_epoch"] == best
+    assert facts["penalty"] == pytest.approx(0.05 if redundancy == "signed" else 0.0)
+    assert facts["validation"]["auc"] == {1: 0.9, 3: 0.7}[best]
 
 
 def test_towers_do_not_change_when_the_downstream_trains(table, catalogue):
@@ -275,7 +342,7 @@ def test_cotrain_tower_gets_the_downstream_gradient_before_its_freeze(table, cat
 def test_cotrain_can_train_upstream_on_earlier_rows(table, catalogue, monkeypatch, cotrain_rows, model, start, stop):
     seen = {}
 
-    def fit(ctx, trained, rows, device, kind):
+    def fit(ctx, trained, rows, device, kind, beside):
         seen.update(model=trained, rows=rows)
         return Fitted([], 1, {}, 0, 0.0, 0.0)
 
@@ -373,17 +440,41 @@ def test_top_two_gates_by_hand():
     assert not experts.b2.grad[0, 2:].any()
 
 
+def token_rows(tower, batch):
+    """BOS and the embedded events [R, L + 1, D] as the tower reads them, and their mask."""
+    events = tower.events(window_events(tower.encoder, batch.window("hist"), tower.encoder.item_vectors()))
+    return tower.bos(events, batch.hist_mask)
+
+
 def test_target_tokens_do_not_alter_the_vector(table, catalogue):
     tower, batch = tower_of("sequential", catalogue), training_batch(table)
     with torch.no_grad():
-        alone = tower(batch)
         u, cache = tower.states(batch)
         logits = tower.targets(cache, batch)
-        assert torch.equal(alone, u)
+        events, mask = token_rows(tower, batch)
+        target = tower.target(F.embedding(batch.item, tower.encoder.item_vectors()))
+        first = torch.tensor([(batch.request_of == row).nonzero()[0, 0] for row in range(len(u))])
+        row = torch.cat([events, target[first].unsqueeze(1)], dim=1)  # BOS, events, one candidate
+        states, _ = tower.transformer.prefill(row, torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1))
+        assert batch.hist_mask[:, -1].all()
+        torch.testing.assert_close(states[:, -2], u)
+        torch.testing.assert_close(tower.auxiliary(states[:, -1]), logits[first])
         chosen = torch.tensor([0, 5, 9])
         fewer = tower.targets(cache, replace(batch, item=batch.item[chosen], request_of=batch.request_of[chosen]))
     torch.testing.assert_close(fewer, logits[chosen])  # isolated from each other as well
     assert logits.shape == (batch.pairs(), 2)
+
+
+def test_the_sequential_tower_reads_its_newest_events_only(table, catalogue):
+    tower, batch = tower_of("sequential", catalogue, sequence=4), training_batch(table)
+    assert batch.hist_mask[:, -4:].all()
+    moved = replace(batch, hist_item=batch.hist_item.clone())
+    with torch.no_grad():
+        moved.hist_item[:, :-4] = moved.hist_item[:, :-4] % synthetic.ITEMS + 1
+        assert torch.equal(tower(moved), tower(batch))
+        assert torch.equal(tower(table.batch(table.requests("train")[:12], history=4)), tower(batch))
+        moved.hist_item[:, -4] = moved.hist_item[:, -4] % synthetic.ITEMS + 1
+        assert not torch.allclose(tower(moved), tower(batch))
 
 
 def test_an_empty_history_reads_the_first_event(table, catalogue):
@@ -412,10 +503,13 @@ def test_auxiliary_and_balance_losses_train_the_sequential_specialist(table, cat
 def test_ablations_of_towers(table, catalogue, kind, change):
     batch = training_batch(table)
     plain, other = tower_of(kind, catalogue), tower_of(kind, catalogue, **change)
-    names = {name for name, _ in plain.named_parameters()} ^ {name for name, _ in other.named_parameters()}
-    assert names
+    weights, own = plain.state_dict(), other.state_dict()
+    common = {name for name in weights.keys() & own.keys() if weights[name].shape == own[name].shape}
+    assert ("sequence" in change) == (len(common) == len(weights) == len(own))
+    other.load_state_dict({name: weights[name] for name in common}, strict=False)
     with torch.no_grad():
         assert other(batch).shape == plain(batch).shape
+        assert not torch.allclose(other(batch), plain(batch))
         moved = replace(batch, user_id=batch.user_id.flip(0))
         if kind == "memorization":
             assert torch.equal(other(batch), other(moved))
@@ -431,11 +525,11 @@ def test_joint_training_reaches_every_specialist(table, catalogue):
     joint = JointTower(SPECIALISTS[:3], SMALL, catalogue)
     model = UpstreamModel(joint, 3 * SMALL.user_width, PLAIN, catalogue, field=4).train()
     training_loss(model, training_batch(table)).backward()
-    idle = ("auxiliary", "target")  # heads that only a specialist trained alone has
-    silent = [name for name, p in joint.named_parameters() if p.grad is None or not p.grad.any()]
-    assert not [name for name in silent if not any(part in name for part in idle)]
+    assert not [name for name, p in joint.named_parameters() if p.grad is None or not p.grad.any()]
     alone = joint.eval().towers["dense_heavy"](training_batch(table))
     assert torch.equal(joint(training_batch(table))[:, SMALL.user_width : 2 * SMALL.user_width], alone)
+    last = joint.towers["sequential"](training_batch(table))
+    assert torch.equal(joint(training_batch(table))[:, 2 * SMALL.user_width :], last)
 
 
 # Rows, export and cache
@@ -464,13 +558,23 @@ def test_dislike_is_a_rating_of_at_most_two(table):
 def test_a_saved_specialist_is_the_same_when_it_is_read(table, catalogue, kind, tmp_path):
     tower = tower_of(kind, catalogue)
     vectors = export_vectors(tower, table, 9, CPU)
-    save_specialist(tmp_path / kind, tower, vectors, {"steps": 1})
-    read = load_specialist(tmp_path / kind, kind, SMALL, catalogue)
+    save_specialist(tmp_path / kind, tower, vectors, {"steps": 1}, SMALL)
+    read = load_specialist(tmp_path / kind, kind, catalogue)
     assert np.array_equal(read.vectors, vectors)
+    assert read.facts["steps"] == 1
     assert state_hash(read.tower) == state_hash(tower)
     first = sha256_bytes((tmp_path / kind / "vectors.safetensors").read_bytes())
-    save_specialist(tmp_path / kind, tower, vectors, {"steps": 1})
+    save_specialist(tmp_path / kind, tower, vectors, {"steps": 1}, SMALL)
     assert sha256_bytes((tmp_path / kind / "vectors.safetensors").read_bytes()) == first
+
+
+@pytest.mark.parametrize(("kind", "change"), ABLATIONS)
+def test_an_ablated_tower_is_read_as_it_was_saved(table, catalogue, kind, change, tmp_path):
+    tower, config = tower_of(kind, catalogue, **change), replace(SMALL, **change)
+    save_specialist(tmp_path, tower, np.zeros((table.n_requests, SMALL.user_width), np.float32), {}, config)
+    read, batch = load_specialist(tmp_path, kind, catalogue).tower, training_batch(table)
+    with torch.no_grad():
+        assert torch.equal(read(batch), tower(batch))
 
 
 def test_cached_logits_equal_recomputed_ones(table, catalogue):
@@ -484,6 +588,11 @@ def test_cached_logits_equal_recomputed_ones(table, catalogue):
     with torch.no_grad():
         torch.testing.assert_close(model(cached), model(fresh), atol=1e-5, rtol=0)
         assert not torch.allclose(model(fresh), model(replace(cached, vectors=cached.vectors.flip(1))))
+    cost = serving_cost(model, table.reading(vectors), list(SPECIALISTS), 9, CPU, (0, 1))
+    assert cost["cache_difference"] <= 1e-5
+    assert cost["export_requests_per_s"] > 0
+    with pytest.raises(RunFailure, match="cached logits"):
+        serving_cost(model, table.reading(vectors + 0.1 * vectors[:, ::-1]), list(SPECIALISTS), 9, CPU, (0, 1))
 
 
 def test_stale_exports_are_those_of_the_first_request_of_a_split(table, catalogue):
@@ -518,6 +627,26 @@ def test_normalised_entropy_by_hand():
     label = np.array([1, 1, 0, 0, 0, 0, 0, 1])
     assert normalised_entropy(label, np.full(8, 3 / 8)) == pytest.approx(1)
     assert normalised_entropy(np.array([1, 0]), np.array([0.8, 0.2])) == pytest.approx(np.log(0.8) / np.log(0.5))
+
+
+def test_surfaces_are_measured_on_the_items_of_the_scored_rows(table):
+    batches = rated_batches(table, "test", history=9)
+    items = np.concatenate([batch.item.numpy() for batch in batches])
+    likes = np.concatenate([batch.like.numpy() for batch in batches]).astype(np.int64)
+    assert np.array_equal(scored_items(table), items)
+    score = np.random.default_rng(0).random(len(items))
+    rows = Rows(user=np.concatenate([batch.user_of_pair.numpy() for batch in batches]), label=likes, score=score)
+    table = copy.copy(table)
+    table.genre_names = ["drama", "comedy", "x", "y", "z"]
+    measured = add_surfaces(SimpleNamespace(rows=rows, metrics={}), table)
+    surface = item_surfaces(table.item_genres, table.genre_names)[items]
+    for position, name in enumerate(("drama", "comedy", "rest")):
+        own = surface == position
+        better = score[own][likes[own] == 1][:, None] > score[own][likes[own] == 0]
+        assert measured.metrics[f"auc_{name}"] == pytest.approx(better.mean())
+        assert measured.metrics[f"ne_{name}"] == normalised_entropy(likes[own], score[own])
+    means = [measured.metrics[f"auc_{name}"] for name in ("drama", "comedy", "rest")]
+    assert measured.metrics["mean_surface_auc"] == pytest.approx(np.mean(means))
 
 
 def test_surfaces_share_no_parameter(table, catalogue):
