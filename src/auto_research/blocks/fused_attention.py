@@ -145,6 +145,7 @@ def fused_scores(unit, events: Tensor, mask: Tensor, key: Tensor, request_of: Te
     w = unit.factorised()
     return _Scores.apply(
         unit,
+        torch.is_grad_enabled(),
         request_of,
         mask.to(events.dtype),
         events,
@@ -162,14 +163,16 @@ def fused_scores(unit, events: Tensor, mask: Tensor, key: Tensor, request_of: Te
 
 
 class _Scores(torch.autograd.Function):
-    """Inputs after the two index arguments: mask [R, L], events [R, L, d], key [P, d], event and product weights
+    """Inputs after unit, whether gradients are wanted (here grad mode is always off), and request_of: mask [R, L], events [R, L, d], key [P, d], event and product weights
     [d, h1], the per-pair row key W23 + b [P, h1], alpha1 [h1], W2 [h1, h2], b2, alpha2 [h2], w3 [h2, 1], b3 [1]."""
 
     @staticmethod
-    def forward(ctx, unit, request_of, mask, events, key, w_event, w_product, row, alpha1, w2, b2, alpha2, w3, b3):
+    def forward(
+        ctx, unit, graded, request_of, mask, events, key, w_event, w_product, row, alpha1, w2, b2, alpha2, w3, b3
+    ):
         gate1, gate2 = _gates(unit)
         plan = blocks_of(request_of, mask, row.shape[1], key.shape[1])
-        keep = any(ctx.needs_input_grad)
+        keep = graded and any(ctx.needs_input_grad)
         moments1, moments2 = Moments(alpha1), Moments(alpha2)
         scores = key.new_zeros((len(request_of), events.shape[1]))
 
@@ -254,7 +257,7 @@ class _Scores(torch.autograd.Function):
             d_row[block.pairs] = ds.sum(1)
             d_events[:, block.since :].index_add_(0, block.requests, torch.bmm(ds, per_pair.transpose(1, 2)))
         return (
-            *(None, None, None, d_events, d_key, d_event, d_product, d_row),
+            *(None, None, None, None, d_events, d_key, d_event, d_product, d_row),
             *(sums1.alpha, d_w2, d_b2, sums2.alpha, d_w3, d_b3),
         )
 

@@ -142,18 +142,24 @@ def _not_beaten(card: Card, arm: str, value: float | None, floors: dict[str, flo
     ]
 
 
+def _same_protocol(card: Card, arm: str, floors: dict[str, float | None]) -> dict[str, float | None]:
+    """Floors measured on what the arm was measured on."""
+    return {floor: value for floor, value in floors.items() if card.protocol(floor) == card.protocol(arm)}
+
+
 def _compare(card: Card, tier: str, records: Records, floors: dict, pair: dict) -> dict[str, Any]:
     arm, against = records.get(pair["arm"], {}), records.get(pair["against"], {})
     found = {metric: difference(arm, against, metric) for metric in card.metrics}
     if "relaimpr" in found:
         found["relaimpr"] = relative_improvement(arm, against)
     seeds = sorted(set(arm) & set(against))
+    comparable = _same_protocol(card, pair["arm"], floors)
     name, reason = verdict(
         found[card.primary],
         tier=tier,
         shared_seeds=len(seeds),
         higher=card.direction == "max",
-        floors_not_beaten=_not_beaten(card, pair["arm"], mean_metric(arm, card.primary), floors),
+        floors_not_beaten=_not_beaten(card, pair["arm"], mean_metric(arm, card.primary), comparable),
     )
     metrics = {
         metric: value.as_dict() | {"higher_is_better": higher_is_better(metric, card.primary, card.direction)}
@@ -166,13 +172,11 @@ def _compare(card: Card, tier: str, records: Records, floors: dict, pair: dict) 
 def _arm(card: Card, name: str, found: dict[int, dict], floors: dict) -> dict[str, Any]:
     measured = {seed: record["measurement"] for seed, record in found.items()}
     first = next(iter(measured.values()))
-    protocol = card.protocol(name)
-    comparable = {floor: value for floor, value in floors.items() if card.protocol(floor) == protocol}
-    missed = _not_beaten(card, name, mean_metric(found, card.primary), comparable)
+    missed = _not_beaten(card, name, mean_metric(found, card.primary), _same_protocol(card, name, floors))
     return {
         "role": card.arms[name]["role"],
         "what": card.arms[name]["what"],
-        "protocol": protocol,
+        "protocol": card.protocol(name),
         "seeds": list(found),
         "metrics": _summary({seed: m["metrics"] for seed, m in measured.items()}),
         "intervals": {metric: own for metric in card.metrics if (own := own_interval(found, metric))},

@@ -96,3 +96,17 @@ def test_a_second_backward_is_refused_clearly():
     scores.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="backward twice"):
         scores.backward()
+
+
+def test_without_gradients_one_pass_keeps_nothing(monkeypatch):
+    """Parameters ask for gradients in evaluation too; grad mode decides."""
+    events, mask, key, request_of = inputs()
+    unit = unit_of("dice").eval()
+    made = []
+    moments = fused_attention._take_batch_statistics
+    monkeypatch.setattr(fused_attention, "_take_batch_statistics", lambda *args: made.append(1) or moments(*args))
+    kept = unit(events, mask, key, request_of)
+    assert len(made) == 2
+    with torch.no_grad():
+        assert torch.equal(unit(events, mask, key, request_of), kept)
+    assert len(made) == 2
