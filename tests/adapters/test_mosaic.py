@@ -307,7 +307,7 @@ def test_beside_deployed_towers_only_a_full_penalty_is_exported(
     monkeypatch.setattr(adapters.mosaic.fleet, "rated_metrics", lambda rows: metrics(rows) | {"auc": next(values)})
     tower = tower_of("memorization", catalogue)
     deployed = [Deployed("memorization", tower, export_vectors(tower, table, 9, CPU))] if beside else []
-    ctx = training_context(tmp_path, epochs=5, patience=2)
+    ctx = training_context(tmp_path, epochs=5, patience=1)
     options = {"towers": SMALL, "config": UpstreamConfig(redundancy, 0.05, (16, 8), 0.0)}
     _, facts = train_specialist(ctx, "dense_heavy", table, catalogue, deployed, CPU, **options)
     assert facts["best_epoch"] == best
