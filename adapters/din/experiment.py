@@ -4,6 +4,7 @@ What makes an arm differ is its `switch` in card.yaml; sizes are in the budget. 
 paper's split over users and drops the user fields.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ experiment = Experiment("din")
 request_floors(experiment)
 
 HALF_EPOCH_DECAY = 0.9
+TUNED = ("mba", "plain_l2")  # fields of DINConfig that a trial may set
 CASE_USERS, CASE_EVENTS = 20, 5
 AT_ONCE = 4096
 LEAKAGE_NOTE = "Split per user by time: item parameters may have seen later ratings of other users."
@@ -40,9 +42,15 @@ def table_of(ctx: Context) -> tuple[RequestTable, bool]:
     return (split_by_user(table), True) if kind == "user" else (table, False)
 
 
-def config_of(ctx: Context, by_user: bool) -> DINConfig:
-    """Sizes from the budget, switches from the arm; no user fields when users are split."""
-    return ctx.configured(DINConfig, **({"user_fields": ()} if by_user else {}))
+def config_of(ctx: Context, by_user: bool, hyperparameters: dict[str, Any]) -> DINConfig:
+    """Sizes from the budget, switches from the arm, lambda from the trial; no user fields when users are split."""
+    tuned = {name: hyperparameters[name] for name in TUNED if name in hyperparameters}
+    return ctx.configured(DINConfig, **tuned, **({"user_fields": ()} if by_user else {}))
+
+
+def half_epoch_decay(steps: int) -> Callable[[int, int], float]:
+    """0.9 per half epoch of `steps` optimizer steps: (step, total) -> learning-rate factor."""
+    return exponential(HALF_EPOCH_DECAY, every=max(1, steps // 2))
 
 
 def train_occurrences(table: RequestTable, history: int) -> dict[str, Tensor]:
@@ -73,7 +81,7 @@ def run(ctx: Context, device: torch.device, model_of) -> Measurement:
         lambda hyperparameters: model_of(table, by_user, hyperparameters),
         device=device,
         table=table,
-        schedule=exponential(HALF_EPOCH_DECAY, every=max(1, steps // 2)),
+        schedule=half_epoch_decay(steps),
         inspect=lambda model, table: case_study(model, table, device),
     )
     measured.notes.append(USER_SPLIT_NOTE if by_user else LEAKAGE_NOTE)
@@ -82,7 +90,7 @@ def run(ctx: Context, device: torch.device, model_of) -> Measurement:
 
 def train(ctx: Context) -> Measurement:
     def model_of(table: RequestTable, by_user: bool, hyperparameters: dict[str, Any]) -> nn.Module:
-        config = config_of(ctx, by_user)
+        config = config_of(ctx, by_user, hyperparameters)
         counts = train_occurrences(table, config.history) if config.mba else None
         return DIN(config, table.vocab, table.item_genres, counts)
 
@@ -113,7 +121,8 @@ def case_study(model: nn.Module, table: RequestTable, device: torch.device) -> d
 @experiment.arm
 def logistic_regression(ctx: Context) -> Measurement:
     def model_of(table: RequestTable, by_user: bool, hyperparameters: dict[str, Any]) -> nn.Module:
-        return LogisticRegression(table.vocab, table.item_genres, config_of(ctx, by_user).user_fields)
+        fields = config_of(ctx, by_user, hyperparameters).user_fields
+        return LogisticRegression(table.vocab, table.item_genres, fields)
 
     return run(ctx, device_for(ctx.device), model_of)
 

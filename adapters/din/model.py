@@ -21,6 +21,7 @@ from auto_research.data.requests import RequestBatch
 
 TASKS = 3  # engage, like, love
 REGULARISED = ("item", "user_id", "zip")
+WIDE_SCALE = 10.0  # AdamW moves a parameter by the learning rate, too little for coefficients that start at zero
 
 
 @dataclass(frozen=True)
@@ -124,14 +125,18 @@ class DIN(nn.Module):
         return 0.5 * self.config.plain_l2 * sum(w[1:].square().sum() for w in self.tables().values())
 
     def param_groups(self, weight_decay: float) -> list[dict]:
-        """Matrices decay; tables (which regularisation owns), biases and slopes do not."""
-        tables = {id(p) for m in self.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
-        kept = [p for p in self.parameters() if id(p) in tables or p.ndim < 2]
-        free = {id(p) for p in kept}
-        return [
-            {"params": [p for p in self.parameters() if id(p) not in free], "weight_decay": weight_decay},
-            {"params": kept, "weight_decay": 0.0},
-        ]
+        return groups_without_tables(self, weight_decay)
+
+
+def groups_without_tables(model: nn.Module, weight_decay: float) -> list[dict]:
+    """Optimizer groups: matrices decay; embedding tables (which regularisation owns), biases and slopes do not."""
+    tables = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+    kept = [p for p in model.parameters() if id(p) in tables or p.ndim < 2]
+    free = {id(p) for p in kept}
+    return [
+        {"params": [p for p in model.parameters() if id(p) not in free], "weight_decay": weight_decay},
+        {"params": kept, "weight_decay": 0.0},
+    ]
 
 
 class MiniBatchAware:
@@ -174,7 +179,8 @@ class MiniBatchAware:
 class WideFeatures(nn.Module):
     """Linear part: user and item bias, user statistics, popularity, cross features, and genre crosses -> [P, 3].
 
-    Genre crosses: candidate genres x the user's like-rate of each genre, and an age x genre table.
+    Genre crosses: candidate genres x the user's like-rate of each genre, and an age x genre table. A coefficient is
+    WIDE_SCALE times its parameter; tables start at zero and the dense coefficients as those of nn.Linear.
     """
 
     def __init__(self, vocab: dict[str, int], item_genres: Tensor, user_fields: tuple[str, ...] = USER_FIELDS):
@@ -189,6 +195,9 @@ class WideFeatures(nn.Module):
         for table in (self.item, self.user, self.age):
             if table is not None:
                 nn.init.zeros_(table.weight)
+        with torch.no_grad():
+            for parameter in self.dense.parameters():
+                parameter.div_(WIDE_SCALE)
 
     def forward(self, batch: RequestBatch) -> Tensor:
         request = batch.request_of
@@ -201,7 +210,7 @@ class WideFeatures(nn.Module):
             x = x + self.user(batch.user_id)[request]
         if self.age is not None:
             x = x + torch.einsum("pg,pgt->pt", genres, self.age(batch.age)[request].unflatten(1, (-1, TASKS)))
-        return x
+        return WIDE_SCALE * x
 
 
 class LogisticRegression(nn.Module):
@@ -213,3 +222,6 @@ class LogisticRegression(nn.Module):
 
     def forward(self, batch: RequestBatch) -> Tensor:
         return self.wide(batch)
+
+    def param_groups(self, weight_decay: float) -> list[dict]:
+        return groups_without_tables(self, weight_decay)

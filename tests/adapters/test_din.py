@@ -8,15 +8,19 @@ import pytest
 import synthetic
 import torch
 
-from adapters.din.experiment import train_occurrences
+from adapters.din import experiment
+from adapters.din.experiment import case_study, half_epoch_decay, train_occurrences
 from adapters.din.model import DIN, DINConfig, LogisticRegression, MiniBatchAware
 from adapters.din.user_split import split_by_user
 from auto_research.blocks.activation_unit import AttentionPooling, LocalActivationUnit
 from auto_research.blocks.dice import Dice
 from auto_research.evaluate.ctr import split_pairs
+from auto_research.experiment.context import Budget, Context
+from auto_research.experiment.contract import Measurement
 from auto_research.metrics.ctr import ctr_metrics
 from auto_research.results.verdict import relative_improvement
-from auto_research.train.optimizer import adamw
+from auto_research.train.ctr import request_loss, training_loss
+from auto_research.train.optimizer import AdamW, adamw
 
 SMALL = DINConfig(history=9, field=8, unit_hidden=(12, 6), hidden=(20, 10), dropout=0.0)
 SWITCHES = {
@@ -168,7 +172,7 @@ def test_constant_weights_turn_din_into_the_baseline(table, monkeypatch):
 
     assert not torch.allclose(logits(din, batch), logits(base, batch), atol=1e-4)
     monkeypatch.setattr(LocalActivationUnit, "forward", mean_weights)
-    assert torch.allclose(logits(din, batch), logits(base, batch), atol=1e-6)
+    assert torch.allclose(logits(din, batch), logits(base, batch), rtol=0, atol=1e-6)
 
 
 def test_an_empty_history_gives_a_zero_user_vector(table):
@@ -268,6 +272,57 @@ def test_the_product_switch_drops_one_vector(table):
     assert build(table).inputs - build(table, product=False).inputs == 24
 
 
+def narrowed(model, other, read):
+    """`other` with the weights of `model`; its first layer takes the columns `read`, in order."""
+    own = other.state_dict()
+    weights = {name: value for name, value in model.state_dict().items() if own[name].shape == value.shape}
+    other.load_state_dict(weights | {"first.weight": model.first.weight.detach()[:, read]}, strict=True)
+    return other
+
+
+def test_the_product_enters_the_logits(table):
+    batch, full = synthetic.training_batch(table), build(table)
+    d = full.width
+    read = [c for c in range(full.inputs) if not 2 * d <= c < 3 * d]
+    without = narrowed(full, build(table, seed=1, product=False), read)
+    assert not torch.allclose(logits(full, batch), logits(without, batch), atol=1e-4)
+    with torch.no_grad():
+        full.first.weight[:, 2 * d : 3 * d] = 0
+    assert torch.allclose(logits(full, batch), logits(without, batch), rtol=0, atol=1e-6)
+
+
+def test_the_product_is_of_user_vector_and_candidate(table):
+    batch, model, seen = synthetic.training_batch(table), build(table), []
+    model.first.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    logits(model, batch)
+    user, candidate, product = seen[0][:, : 3 * model.width].split(model.width, dim=1)
+    assert torch.allclose(user, user_vector(model, batch))
+    assert torch.equal(candidate[:, : SMALL.field], model.encoder.item.weight[batch.item])
+    assert torch.equal(product, user * candidate)
+
+
+def test_ids_only_reads_the_ids_and_genres_of_events_and_candidate(table):
+    batch, full = synthetic.training_batch(table), build(table, pooling="mean")
+    d, ids = full.width, 2 * SMALL.field
+    read = [c for c in range(full.inputs) if c >= 3 * d or c % d < ids]
+    narrow = narrowed(full, build(table, seed=1, pooling="mean", inputs="ids"), read)
+    assert not torch.allclose(logits(full, batch), logits(narrow, batch), atol=1e-4)
+    with torch.no_grad():
+        full.first.weight[:, sorted(set(range(full.inputs)) - set(read))] = 0
+    assert torch.allclose(logits(full, batch), logits(narrow, batch), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("switch", ["activation", "unit_activation"])
+def test_dice_and_prelu_differ_for_the_same_weights(table, switch):
+    batch, base = synthetic.training_batch(table), {"activation": "prelu", "unit_activation": "prelu"}
+    prelu, dice = build(table, **base), build(table, seed=1, **(base | {switch: "dice"}))
+    missing = dice.load_state_dict(prelu.state_dict(), strict=False)
+    assert not missing.unexpected_keys
+    assert {key.split(".")[-1] for key in missing.missing_keys} == {"mean_average", "variance_average", "steps"}
+    assert (prelu.train()(batch) - dice.train()(batch)).abs().max() > 1e-4
+    assert (logits(prelu, batch) - logits(dice, batch)).abs().max() > 1e-4
+
+
 # Mini-batch-aware regularisation
 
 
@@ -279,7 +334,7 @@ def one_table(rows=((0.0,), (2.0,), (3.0,)), counts=(0, 4, 5)):
 def test_mini_batch_aware_regularisation_by_hand():
     table, mba = one_table()
     mba.present["item"] = torch.tensor([False, True, False])
-    optimizer = torch.optim.Adam([table], lr=0.1)
+    optimizer = AdamW([table], lr=0.1, weight_decay=0.0, fused=True)
     (0 * table.sum()).backward()
     assert table.grad.flatten().tolist() == pytest.approx([0, 0.005, 0])
     assert table.grad[2].item() == 0
@@ -327,15 +382,22 @@ def test_occurrences_count_rated_candidates_and_history_slots(table):
     assert np.array_equal(counts["user_id"].numpy(), users)
 
 
-def test_tables_have_no_weight_decay(table):
-    groups = adamw(build(table), 1e-3, 0.1).param_groups
-    decays = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
-    model = build(table)
-    groups = model.param_groups(0.1)
-    decays = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
-    assert len(decays) == len(list(model.parameters()))
-    assert all(decays[id(w)] == 0 for w in model.tables().values())
-    assert decays[id(model.first.weight)] == 0.1
+@pytest.mark.parametrize("kind", ["din", "wide_deep", "logistic_regression"])
+def test_the_optimizer_decays_matrices_and_no_table(table, kind):
+    if kind == "logistic_regression":
+        model = LogisticRegression(table.vocab, table.item_genres)
+        matrix = model.wide.dense.weight
+    else:
+        model = build(table, wide=kind == "wide_deep")
+        matrix = model.first.weight
+    held = [(id(p), group["weight_decay"]) for group in adamw(model, 1e-3, 0.1).param_groups for p in group["params"]]
+    decays = dict(held)
+    assert len(held) == len(decays) == len(list(model.parameters()))
+    tables = [m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)]
+    assert tables
+    assert all(decays[id(w)] == 0 for w in tables)
+    assert decays[id(matrix)] == 0.1
+    assert all(decays[id(p)] == 0 for p in model.parameters() if p.ndim < 2)
 
 
 def test_plain_l2_touches_all_rows_but_padding(table):
@@ -344,6 +406,90 @@ def test_plain_l2_touches_all_rows_but_padding(table):
     for weight in model.tables().values():
         assert torch.allclose(weight.grad[1:], 0.1 * weight[1:].detach())
         assert weight.grad[0].abs().max() == 0
+
+
+def test_plain_l2_is_part_of_the_training_loss(table):
+    batch, model = synthetic.training_batch(table), build(table, plain_l2=0.1).train()
+    added = training_loss(model, batch) - request_loss(model(batch), batch)
+    assert model.extra_loss().item() > 0.01
+    assert added.item() == pytest.approx(model.extra_loss().item(), rel=1e-4)
+    assert build(table).extra_loss() == 0
+
+
+# Stages
+
+
+@pytest.fixture
+def stage(table, monkeypatch):
+    """What a stage hands to `train_ctr`, its model builder among it, on the synthetic table."""
+    monkeypatch.setattr(experiment, "load_requests", lambda ctx: table)
+    given = {}
+
+    def train_ctr(ctx, build, **more):
+        given.update(more, build=build)
+        return Measurement({})
+
+    monkeypatch.setattr(experiment, "train_ctr", train_ctr)
+
+    def run(train, budget, **switch):
+        ctx = Context("din", "arm", "tiny", "synthetic", 0, Budget(budget), None, None, switch=switch, quiet=True)
+        train(ctx)
+        return given
+
+    return run
+
+
+SIZES = {"history": 9, "field": 8, "unit_hidden": [12, 6], "hidden": [20, 10], "batch": 16}
+
+
+def test_a_trial_sets_the_strength_of_the_regularisation(stage):
+    build = stage(experiment.train, SIZES, activation="dice", mba=0.01)["build"]
+    item = build({"learning_rate": 1e-3}).regulariser.factor["item"]
+    assert torch.allclose(build({"mba": 0.1}).regulariser.factor["item"], 10 * item)
+    assert build({"mba": 0.0}).regulariser is None
+    build = stage(experiment.train, SIZES, plain_l2=1e-4)["build"]
+    assert build({"learning_rate": 1e-3}).config.plain_l2 == 1e-4
+    assert build({"plain_l2": 1e-3}).config.plain_l2 == 1e-3
+
+
+def test_the_learning_rate_falls_by_a_tenth_each_half_epoch(stage, table):
+    factor = half_epoch_decay(141)
+    assert [factor(step, 1128) for step in (0, 70, 140)] == pytest.approx([1.0, 0.9, 0.81])
+    steps = math.ceil(len(table.requests("train")) / 16)
+    for train in (experiment.train, experiment.experiment.stage("arm", "logistic_regression")):
+        schedule = stage(train, SIZES)["schedule"]
+        assert schedule(2 * (steps // 2), 1000) == pytest.approx(0.81)
+
+
+# Case study
+
+
+def test_case_study_names_the_strongest_films_of_20_users():
+    table = synthetic.request_table(users=40)
+    model = build(table, config=replace(SMALL, history=50)).eval()
+    cases = case_study(model, table, torch.device("cpu"))["attention"]
+    assert len({case["user"] for case in cases}) == len(cases) == 20
+    titles, data = table.interactions.item_title, table.interactions
+    for case in cases:
+        seen = {titles[item] for item in data.item[data.user == case["user"]]}
+        films, weights = zip(*((film["film"], abs(film["weight"])) for film in case["history"]), strict=True)
+        assert len(set(films)) == 5
+        assert set(films) <= seen - {case["candidate"]}
+        assert list(weights) == sorted(weights, reverse=True)
+        assert weights[-1] > 0
+    assert case_study(build(table, pooling="mean"), table, torch.device("cpu")) == {}
+
+
+def test_case_study_names_no_padding(monkeypatch):
+    table = synthetic.request_table(users=40)
+    model = build(table, config=replace(SMALL, history=50)).eval()
+    with monkeypatch.context() as patch:  # the largest weights where the padding is
+        patch.setattr(model, "attention_weights", lambda batch: 1 - batch.hist_mask.float())
+        cases = case_study(model, table, torch.device("cpu"))["attention"]
+    assert cases
+    assert all(film["film"] for case in cases for film in case["history"])
+    model = build(table, config=replace(SMALL, history=3)).eval()
+    assert {len(case["history"]) for case in case_study(model, table, torch.device("cpu"))["attention"]} == {3}
 
 
 # Metrics and baselines
@@ -364,8 +510,29 @@ def test_logistic_regression_starts_from_dense_fields_only(table):
     out = model(batch)
     assert out.shape == (batch.pairs(), 3)
     with torch.no_grad():
-        model.wide.item.weight[batch.item[0]] += 1
-    assert torch.allclose(model(batch)[0], out[0] + 1)
+        model.wide.item.weight[batch.item[0]] += 0.1
+    assert torch.allclose(model(batch)[0], out[0] + 1, atol=1e-5)
+    dense, bound = model.wide.dense, 1 / math.sqrt(model.wide.dense.in_features)
+    largest = 10 * dense.weight.abs().max().item()  # the coefficients start as those of nn.Linear
+    assert 0.8 * bound < largest <= bound
+    assert 10 * dense.bias.abs().max().item() <= bound
+
+
+@pytest.mark.parametrize("kind", ["wide_deep", "logistic_regression"])
+def test_a_step_moves_a_wide_coefficient_by_ten_learning_rates(table, kind):
+    batch = synthetic.training_batch(table)
+    if kind == "wide_deep":
+        model = build(table, pooling="mean", wide=True)
+    else:
+        model = LogisticRegression(table.vocab, table.item_genres)
+    optimizer = adamw(model, 1e-3, 0.1)
+    training_loss(model.train(), batch).backward()
+    optimizer.step()
+    with_bias = logits(model, batch)[0]
+    with torch.no_grad():
+        model.wide.item.weight[batch.item[0]] = 0  # where it started
+    moved = with_bias - logits(model, batch)[0]
+    assert moved.abs().tolist() == pytest.approx([1e-2] * 3, rel=1e-3)
 
 
 # Split by user
