@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -18,11 +19,10 @@ from auto_research.baselines import dcnv2 as dcnv2_baseline
 from auto_research.baselines.floors import request_floors
 from auto_research.blocks.rankmixer_block import matched_width
 from auto_research.data.requests import RequestTable
-from auto_research.evaluate.serving import candidates_of, median_seconds, serving_studies
+from auto_research.evaluate.serving import serving_studies
 from auto_research.experiment.context import Budget, Context
 from auto_research.experiment.contract import Experiment, Measurement
-from auto_research.experiment.studies import Study, study
-from auto_research.metrics.cost import flops_of
+from auto_research.experiment.studies import study
 from auto_research.runtime.devices import device_for
 from auto_research.train.ctr import load_requests, train_ctr
 
@@ -31,6 +31,8 @@ request_floors(experiment)
 
 CANDIDATES = (1, 32, 1682)
 ALL_HEADS = "all heads per candidate"
+CHECKED_TASKS = 8
+SUMMED = ("seconds", "train_seconds", "tuning_seconds")
 SPLIT_NOTE = "Split per user by time: item parameters may have seen later ratings of other users."
 
 
@@ -64,53 +66,59 @@ def inspect(
     if timed is None:
         return extra
     clock = {"warm_up": min(5, timed), "timed": timed}
-    extra["studies"] = serving_studies(model, table, device=device, history=history, candidates=CANDIDATES, **clock)
-    if isinstance(model, MixFormer) and model.config.decoupled:
-        extra |= plain_path(model, table, extra["studies"], device, history, clock)
+    decoupled = isinstance(model, MixFormer) and model.config.decoupled
+    extra["studies"] = serving_studies(
+        model,
+        table,
+        device=device,
+        history=history,
+        candidates=CANDIDATES,
+        also={ALL_HEADS: model.recompute} if decoupled else None,
+        **clock,
+    )
+    if decoupled:
+        extra["serving_difference"] = serving_difference(model, table, device=device, history=history)
     return extra
 
 
 @torch.no_grad()
-def plain_path(
-    model: MixFormer,
-    table: RequestTable,
-    studies: dict[str, Study],
-    device: torch.device,
-    history: int,
-    clock: dict[str, int],
-) -> dict[str, float]:
-    """Adds the line of the plain path, all heads computed per candidate, and returns how far its logits are off."""
-    for name in studies:
-        studies[name]["lines"][ALL_HEADS] = []
-    for count in CANDIDATES:
-        batch = candidates_of(table, count, history=history, device=device)
-        work = partial(model.recompute, batch)
-        studies["flops_per_request"]["lines"][ALL_HEADS].append([float(count), float(flops_of(work))])
-        milliseconds = 1e3 * median_seconds(work, device, **clock)
-        studies["request_ms"]["lines"][ALL_HEADS].append([float(count), milliseconds])
-    return {"serving_difference": float((model.recompute(batch) - model(batch)).abs().max())}
+def serving_difference(model: MixFormer, table: RequestTable, *, device: torch.device, history: int) -> float:
+    """Largest difference of logits between cached user heads and `recompute`: whole catalogue, several test users."""
+    tasks = table.catalogue_tasks("test", CHECKED_TASKS)
+    items, largest = np.arange(1, table.interactions.n_items + 1), 0.0
+    for request in tasks.request:
+        batch = table.score_batch(int(request), items, history=history).to(device)
+        largest = max(largest, float((model.recompute(batch) - model(batch)).abs().max()))
+    return largest
 
 
 def scaling(ctx: Context, device: torch.device, model_of: Any = MixFormer) -> Measurement:
-    """One model per cell (width D, history L) of the budget; the measurement is that of the last cell."""
-    cells, lines = [], {}
+    """One model per cell (width D, history L) of the budget; the measurement is that of the last cell, its times are sums."""
+    cells, lines, spent = [], {}, dict.fromkeys(SUMMED, 0.0)
     for width, history in ctx.budget["cells"]:
         budget = Budget({**ctx.budget, "width": width, "history": history})
         cell = replace(ctx, budget=budget, state=ctx.state.child(f"cell-{width}-{history}"))
         measured = train(cell, device, model_of)
+        spent = {name: seconds + measured.cost[name] for name, seconds in spent.items()}
         flops = measured.cost["flops"]
         lines.setdefault(f"L {history}", []).append((flops / 1e6, measured.metrics["auc"]))
         values = {"auc": measured.metrics["auc"], "validation_auc": measured.validation["auc"], "flops": flops}
         cells.append({"width": width, "history": history, "dense_params": measured.cost["dense_params"]} | values)
     lines = {label: sorted(points) for label, points in lines.items()}
-    front = study("million FLOPs per pair", "test AUC", lines, log=False)
-    measured.extra |= {"cells": cells, "studies": {"auc_by_flops": front}}
+    measured.cost |= spent
+    measured.notes.append(
+        f"The row shows the last of {len(cells)} cells (D={width}, L={history}); its seconds are those of all cells."
+    )
+    by_flops = study("million FLOPs per pair", "test AUC", lines, log=False)
+    measured.extra |= {"cells": cells, "studies": {"auc_by_flops": by_flops}}
     return measured
 
 
 @experiment.arm
 def din_dcnv2(ctx: Context) -> Measurement:
-    return dcnv2_baseline.run(ctx, device=device_for(ctx.device))
+    measured = dcnv2_baseline.run(ctx, device=device_for(ctx.device))
+    measured.notes.append(SPLIT_NOTE)
+    return measured
 
 
 @experiment.arm

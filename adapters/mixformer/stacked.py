@@ -56,6 +56,7 @@ class Stacked(nn.Module):
                 norm="rms",
                 ffn="swiglu",
                 dropout=config.dropout,
+                attention_dropout=0.0,  # the protocol drops the input vector and feed-forward outputs only
             )
         )
         self.pieces = PieceTokenizer(e.request_width + e.pair_width + width, config.count, config.width)

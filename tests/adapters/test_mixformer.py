@@ -1,6 +1,7 @@
 """Mechanism tests of card mixformer, with the numbers of its specification."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,13 +10,21 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from adapters.mixformer.experiment import matched_stacked
+from adapters.mixformer import experiment
+from adapters.mixformer.experiment import ALL_HEADS, CANDIDATES, inspect, matched_stacked
 from adapters.mixformer.model import SWITCHES, MixFormer, MixFormerConfig
 from auto_research.blocks.two_sided import DecoupledHeadShuffle
 from auto_research.data.requests import RequestTable
 from auto_research.evaluate.ctr import split_pairs
+from auto_research.evaluate.serving import SHARED
+from auto_research.experiment.card import TIERS, load_card
+from auto_research.experiment.context import Budget, Context
+from auto_research.experiment.contract import Measurement
 from auto_research.metrics.cost import flops_of
+from auto_research.train.state import StateFolder
 
+CARD = load_card(Path(experiment.__file__).parent)
+CPU = torch.device("cpu")
 LENGTH = 20
 SMALL = MixFormerConfig(width=16, blocks=2, head_hidden=16, history=LENGTH, dropout=0.1)
 LISTED = [{switch: name} for switch in SWITCHES for name in SWITCHES[switch] if name != getattr(SMALL, switch)]
@@ -138,6 +147,51 @@ def test_mixing_joins_the_heads(table, fifty):
     out = block(x, block.keys(events, mask), fifty.request_of)
     (gradient,) = torch.autograd.grad((out[0] @ torch.randn(16)).sum(), fields)
     assert all(piece.abs().sum() > 0 for piece in gradient.sum(0).split(36))
+
+
+def test_attention_mixing_is_the_equation(table, batch):
+    """P = X + attention over the heads of RMSNorm(X), 4 attention heads."""
+    model = build(table, mixing="attention")
+    block, x = model.blocks[0], torch.randn(8, batch.pairs(), 16)
+    seen = []
+    block.query_norm.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    with torch.no_grad():
+        _, events, mask = model.sequence(batch)
+        block(x, block.keys(events, mask), batch.request_of)
+        r = x / (x.square().mean(2, keepdim=True) + torch.finfo(x.dtype).eps).sqrt() * block.mix_norm.weight
+        q, k, v = (part.unflatten(2, (4, 4)) for part in block.mixer.qkv(r).chunk(3, dim=2))  # each (N, P, 4, D / 4)
+        weight = torch.softmax(torch.einsum("npad,mpad->panm", q, k) / 2, dim=3)
+        expected = x + block.mixer.out(torch.einsum("panm,mpad->npad", weight, v).flatten(2))
+    assert torch.allclose(seen[0], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("heads", ["joint", "pieces"])
+def test_a_joint_head_reads_every_piece(table, fifty, heads):
+    model = build(table, heads=heads)
+    user, _, _ = model.sequence(fifty)
+    user, item = user.detach().requires_grad_(), model.candidate(fifty).detach().requires_grad_()
+    x = model.heads(user, item, fifty.request_of)
+    found = torch.autograd.grad((x[0] @ torch.randn(16)).sum(), (user, item), allow_unused=True, materialize_grads=True)
+    read = [bool(piece.any()) for piece in (*found[0].split(36, dim=1), *found[1].split(20, dim=1))]
+    assert read == ([True] * 8 if heads == "joint" else [True] + [False] * 7)
+    if heads == "joint":
+        layer = model.heads.project
+        whole = torch.cat([user[fifty.request_of], item], dim=1) @ torch.cat([layer.request, layer.pair]) + layer.bias
+        assert torch.allclose(x[3], whole[:, 48:64], atol=1e-5)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "flatten"])
+def test_mean_pooling_does_not_tell_the_heads_apart(table, batch, pooling):
+    model, own = build(table, pooling=pooling), torch.arange(batch.pairs())
+    with torch.no_grad():
+        x = heads_by_block(model, batch)[-1]
+        permuted = x[torch.tensor([5, 2, 7, 0, 1, 6, 3, 4])]
+        out = [model.head(heads[:4], heads[4:], own) for heads in (x, permuted)]
+        assert torch.equal(out[0], model.recompute(batch))
+        if pooling == "mean":
+            expected = model.head.last(F.silu(model.head.first(x.mean(0))))
+            assert torch.allclose(out[0], expected, atol=1e-5)
+    assert torch.allclose(*out, atol=1e-5) == (pooling == "mean")
 
 
 # Decoupling
@@ -347,11 +401,82 @@ def test_decoupling_saves_the_user_share_of_the_heads(table, fifty):
     assert saved[0] < saved[1] < saved[2] < 0.5
 
 
-@pytest.mark.parametrize(("width", "blocks"), [(32, 3), (16, 3), (16, 2), (64, 3)])
-def test_stacked_has_the_size_of_mixformer(table, width, blocks):
-    config = MixFormerConfig(width=width, blocks=blocks)
+def test_inspection_compares_both_ways_of_serving(table):
+    look = {"device": CPU, "history": LENGTH, "timed": 1}
+    decoupled, plain = inspect(build(table, decoupled=True), table, **look), inspect(build(table), table, **look)
+    assert decoupled["serving_difference"] < 1e-5
+    assert "serving_difference" not in plain
+    found, reference = (e["studies"]["flops_per_request"]["lines"] for e in (decoupled, plain))
+    assert found[ALL_HEADS] == reference[SHARED]
+    assert [count for count, _ in found[ALL_HEADS]] == list(CANDIDATES)
+    assert found[SHARED][-1][1] < 0.7 * found[ALL_HEADS][-1][1]
+    assert len(decoupled["studies"]["request_ms"]["lines"][ALL_HEADS]) == len(CANDIDATES)
+
+
+def test_inspection_sees_a_wrong_cache(table):
+    """Of one user among those that are checked."""
+    model = build(table, decoupled=True)
+    inner, user = model.forward, int(table.catalogue_tasks("test", experiment.CHECKED_TASKS).user[0])
+    model.forward = lambda batch: inner(batch) + 0.5 * (batch.user_of_pair == user).unsqueeze(1)
+    assert inspect(model, table, device=CPU, history=LENGTH, timed=1)["serving_difference"] > 0.4
+
+
+def sizes_of_the_card():
+    for tier in TIERS:
+        budget = CARD.budget(tier)
+        for width in sorted({budget["width"], *(width for width, _ in budget["cells"])}):
+            values = {f.name: budget[f.name] for f in fields(MixFormerConfig) if f.name in budget}
+            yield pytest.param(MixFormerConfig(**values | {"width": width}), id=f"{tier}-{width}")
+
+
+@pytest.mark.parametrize("config", sizes_of_the_card())
+def test_stacked_has_the_size_of_mixformer(table, config):
     target = MixFormer(config, table.vocab, table.item_genres).dense_params()
     assert matched_stacked(config, table.vocab, table.item_genres).dense_params() == pytest.approx(target, rel=0.05)
+
+
+def test_the_stacked_model_drops_feed_forward_outputs_only(table):
+    config = replace(SMALL, blocks=3, dropout=0.9)
+    model = matched_stacked(config, table.vocab, table.item_genres).train()
+    assert len(model.transformer.blocks) == 2
+    width = config.count * config.width // 2
+    x, read = torch.randn(3, 5, width), torch.randn(3, 4, 5, width // 4)
+    with torch.no_grad():
+        for block in model.transformer.blocks:
+            assert not torch.equal(block.finish(x, read), block.finish(x, read))
+            block.ffn.down.weight.zero_(), block.ffn.down.bias.zero_()
+            expected = x + block.out(read.transpose(1, 2).flatten(2))
+            assert torch.allclose(block.finish(x, read), expected, atol=1e-6)
+
+
+def test_the_scaling_study_adds_up_the_time_of_its_cells(tmp_path, monkeypatch):
+    """The row is the last cell's, its seconds are those of all; lines are grouped by history and sorted by FLOPs."""
+    seen = []
+
+    def train(ctx, device, model_of):
+        width, history = ctx.budget["width"], ctx.budget["history"]
+        seen.append((width, history, ctx.state.path.name))
+        seconds = float(len(seen))
+        cost = {"seconds": seconds, "train_seconds": seconds / 2, "tuning_seconds": 10 * seconds, "steps": history}
+        cost |= {"flops": 1e6 * width, "dense_params": width}
+        return Measurement({"auc": history / 100}, {"auc": 0.5}, cost=cost)
+
+    monkeypatch.setattr(experiment, "train", train)
+    cells = [[16, 12], [8, 30], [16, 30]]
+    budget = Budget(CARD.budget("tiny") | {"cells": cells})
+    ctx = Context("mixformer", "arm", "tiny", "synthetic", 42, budget, None, StateFolder(tmp_path), quiet=True)
+    measured = experiment.scaling(ctx, CPU)
+    assert [cell[:2] for cell in seen] == [tuple(cell) for cell in cells]
+    assert len({name for _, _, name in seen}) == 3
+    assert {k: measured.cost[k] for k in experiment.SUMMED} == {
+        "seconds": 6.0,
+        "train_seconds": 3.0,
+        "tuning_seconds": 60.0,
+    }
+    assert (measured.metrics["auc"], measured.cost["steps"]) == (0.3, 30)
+    assert "D=16, L=30" in measured.notes[-1]
+    lines = measured.extra["studies"]["auc_by_flops"]["lines"]
+    assert lines == {"L 12": [[16.0, 0.12]], "L 30": [[8.0, 0.3], [16.0, 0.3]]}
 
 
 def test_the_target_row_of_the_stacked_model_reads_the_history(table: RequestTable, fifty, batch):
@@ -366,6 +491,14 @@ def test_the_target_row_of_the_stacked_model_reads_the_history(table: RequestTab
     requests = table.requests("train")[:8]
     short, long = (table.batch(requests, history=length) for length in (41, 61))
     assert torch.allclose(logits(model, short), logits(model, long), atol=1e-5)
+
+
+def test_the_reference_ranker_says_how_the_data_was_split(tmp_path, monkeypatch):
+    monkeypatch.setattr(experiment.dcnv2_baseline, "run", lambda ctx, device: Measurement({"auc": 0.5}))
+    ctx = Context(
+        "mixformer", "din_dcnv2", "tiny", "synthetic", 42, Budget({}), None, StateFolder(tmp_path), quiet=True
+    )
+    assert experiment.din_dcnv2(ctx).notes == [experiment.SPLIT_NOTE]
 
 
 def test_half_precision_is_finite(table, batch):
