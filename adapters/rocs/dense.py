@@ -59,10 +59,11 @@ class DenseLayer(nn.Module):
 
 
 class DenseState(NamedTuple):
-    """Request slots [R, 9, d] and the keys of every layer."""
+    """Request slots [R, 9, d] and the keys of every layer; vectors of `SlotInput`."""
 
     slots: Tensor
     keys: tuple[RequestKeys, ...]
+    vectors: Tensor | None = None
 
 
 class DenseROCS(nn.Module):
@@ -83,18 +84,20 @@ class DenseROCS(nn.Module):
         self.dropout = Dropout(config.dropout)
 
     def prepare(self, batch: RequestBatch) -> DenseState:
-        return self.sequence(self.input.request(batch))
+        vectors = self.input.encoder.item_vectors()
+        return self.sequence(self.input.request(batch, vectors))._replace(vectors=vectors)
 
     def score(self, state: DenseState, batch: RequestBatch) -> Tensor:
-        return self.rank(state, self.input.pairs(batch), batch.request_of)
+        return self.rank(state, self.input.pairs(batch, state.vectors), batch.request_of)
 
     def forward(self, batch: RequestBatch) -> Tensor:
         return self.score(self.prepare(batch), batch)
 
     def broadcast(self, batch: RequestBatch) -> Tensor:
-        request_of = batch.request_of
-        state = self.sequence(self.input.request(batch).copied(request_of))
-        return self.rank(state, self.input.pairs(batch), torch.arange(len(request_of), device=request_of.device))
+        request_of, vectors = batch.request_of, self.input.encoder.item_vectors()
+        state = self.sequence(self.input.request(batch, vectors).copied(request_of))
+        own = torch.arange(len(request_of), device=request_of.device)
+        return self.rank(state, self.input.pairs(batch, vectors), own)
 
     def sequence(self, inputs: RequestInputs) -> DenseState:
         events, keys = inputs.events, []

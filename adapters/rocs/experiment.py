@@ -4,6 +4,7 @@ Sizes are in the budget, what makes an arm differ is its `switch` or its model. 
 carry the studies of what a request costs over its number of candidates.
 """
 
+import statistics
 import time
 from collections.abc import Callable
 from functools import partial
@@ -21,11 +22,10 @@ from auto_research.baselines import dcnv2 as dcnv2_baseline
 from auto_research.baselines.floors import request_floors
 from auto_research.data.requests import RequestBatch, RequestTable
 from auto_research.evaluate.ctr import joint_score
-from auto_research.evaluate.serving import CANDIDATES, TIMED, candidates_of, median_seconds, serving_studies
+from auto_research.evaluate.serving import CANDIDATES, TIMED, candidates_of, serving_studies
 from auto_research.experiment.context import Context
 from auto_research.experiment.contract import Experiment, Measurement
 from auto_research.experiment.studies import study
-from auto_research.metrics.cost import saved_bytes
 from auto_research.runtime.devices import device_for, synchronize
 from auto_research.runtime.seeds import stable_rng
 from auto_research.train.ctr import RequestBudget, load_requests, train_ctr, training_loss
@@ -35,7 +35,7 @@ request_floors(experiment)
 
 DECOMPOSED, BROADCAST = "decomposed", "broadcast"
 TOP = 10
-STEP_TIMED = 5
+STEP_WARM_UP, STEP_TIMED = 5, 5
 SPLIT_NOTE = "Split per user by time: item parameters may have seen later ratings of other users."
 
 
@@ -47,15 +47,11 @@ def train(ctx: Context, device: torch.device, kind: type[nn.Module], inspect: Ca
         return kind(config, table.vocab, table.item_genres)
 
     def look(model: nn.Module, table: RequestTable) -> dict[str, Any]:
-        found = {"efficiency": {"dense_params": model.dense_params()}} if hasattr(model, "dense_params") else {}
-        if inspect:
-            more = inspect(model, table, device=device, ctx=ctx)
-            found = more | {"efficiency": found.get("efficiency", {}) | more.get("efficiency", {})}
-        return found
+        found = inspect(model, table, device=device, ctx=ctx) if inspect else {}
+        return found | {"efficiency": {"dense_params": model.dense_params()} | found.get("efficiency", {})}
 
     measured = train_ctr(ctx, build, device=device, table=table, inspect=look)
     measured.cost |= measured.extra.pop("efficiency", {})
-    measured.cost["train_step_ms"] = 1e3 * measured.cost["train_seconds"] / max(1, measured.cost["steps"])
     measured.notes.append(SPLIT_NOTE)
     return measured
 
@@ -81,7 +77,7 @@ def request_cost(
     for count in counts:
         batch = candidates_of(table, count, history=history, device=device)
         for name, rank in paths.items():
-            sizes[name].append((count, saved_bytes(partial(rank, batch))))
+            sizes[name].append((count, activation_bytes(model, partial(rank, batch))))
     studies["activation_bytes"] = study("candidates of a request", "bytes kept for the backward pass", sizes)
     largest = candidates_of(table, counts[-1], history=history, device=device)
     with torch.no_grad():
@@ -90,21 +86,43 @@ def request_cost(
     return {"studies": studies, "efficiency": efficiency}
 
 
+def activation_bytes(model: nn.Module, fn: Callable[[], object]) -> int:
+    """Bytes that autograd keeps for the backward pass of fn(), parameters left out; every storage counts once."""
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept = {}  # storages stay alive, so no address is used twice
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        fn()
+    return sum(storage.nbytes() for storage in kept.values())
+
+
 def step_ms(model: nn.Module, table: RequestTable, *, device: torch.device, ctx: Context, paths: dict) -> dict:
-    """Median milliseconds of forward and backward over one training batch, per path."""
+    """Median milliseconds of forward and backward over one training batch, per path; the paths take turns."""
     budget = RequestBudget.of(ctx.budget)
     rng = stable_rng("rocs-step", ctx.seed)
     requests = rng.permutation(table.requests("train"))[: budget.batch]
     batch = table.batch(requests, history=budget.history, negatives=budget.negatives, rng=rng).to(device)
-    found = {}
-    for name, rank in paths.items():
-
-        def work(rank: Callable[[RequestBatch], Tensor] = rank) -> None:
+    spent = {name: [] for name in paths}
+    model.train()
+    for _ in range(STEP_WARM_UP + STEP_TIMED):
+        for name, rank in paths.items():
+            synchronize(device)
+            started = time.perf_counter()
             training_loss(_Path(rank), batch).backward()
-
-        found[f"step_{name.replace(' ', '_')}_ms"] = 1e3 * median_seconds(work, device, 1, STEP_TIMED)
-        model.zero_grad(set_to_none=True)
-    return found
+            synchronize(device)
+            spent[name].append(time.perf_counter() - started)
+            model.zero_grad(set_to_none=True)
+    model.eval()
+    return {
+        f"step_{name.replace(' ', '_')}_ms": 1e3 * statistics.median(seconds[STEP_WARM_UP:])
+        for name, seconds in spent.items()
+    }
 
 
 class _Path(nn.Module):
@@ -127,8 +145,10 @@ def retrieval(model: LateROCS, table: RequestTable, *, device: torch.device, ctx
     items = model.item_table(decade)
     catalogue = np.arange(1, table.interactions.n_items + 1)
     same, largest, spent = 0, 0.0, {"table": 0.0, "anew": 0.0}
-    for request in tasks.request:
+    for index, request in enumerate(tasks.request):
         batch = table.score_batch(int(request), catalogue, history=history).to(device)
+        if index == 0:  # warm up
+            model.score(model.prepare(batch), batch, items), model(batch)
         tops = []
         for name, of_items in (("table", items), ("anew", None)):
             synchronize(device)
@@ -163,7 +183,16 @@ def retrieval(model: LateROCS, table: RequestTable, *, device: torch.device, ctx
 
 @experiment.arm
 def dcnv2_din(ctx: Context) -> Measurement:
-    return dcnv2_baseline.run(ctx, device=device_for(ctx.device))
+    table, budget = load_requests(ctx), ctx.budget
+    measured = dcnv2_baseline.run(ctx, device=device_for(ctx.device), table=table)
+    sizes = {
+        "field": budget.get("field", dcnv2_baseline.FIELD),
+        "layers": budget.get("cross_layers", dcnv2_baseline.LAYERS),
+    }
+    genres = torch.as_tensor(table.item_genres)
+    model = dcnv2_baseline.DCNv2(table.vocab, genres, hidden=measured.extra["mlp_width"], **sizes)
+    measured.cost["dense_params"] = model.dense_params()
+    return measured
 
 
 @experiment.arm

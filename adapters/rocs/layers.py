@@ -1,7 +1,7 @@
 """Layers of ROCS (arXiv:2607.27744): request slots at R rows, candidate slots at P rows, joined by request_of [P].
 
     H^n  = H^{n-1} + MHSA(RMSNorm H^{n-1}) + FFN                                        events, R rows
-    Q_r  = MLP(W_rr X_r),   Q_c = MLP((W_cr X_r)[r] + W_cc X_c)                         deep cross attention
+    Q_r  = MLP(W_rr X_r),   Q_c = MLP((W_cr X_r)[r] + W_cc X_c)       deep cross attention, MLP behind an RMSNorm
     X_r <- [X_r; Attn(Q_r, H^n)],   X_c <- [X_c; Attn(Q_c, H^n[r])]
     Y_r  = LN([MLP(fm_r); W_rr X_r] + V_rr X_r)                                         masked Wukong layer
     Y_c  = LN([MLP_c(fm_r[r], fm_c); (W_cr X_r)[r] + W_cc X_c] + (V_cr X_r)[r] + V_cc X_c)
@@ -64,7 +64,8 @@ class ROCSConfig:
 
 
 def query_mlp(width: int) -> nn.Module:
-    return nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width))
+    """[..., d] -> [..., d]; normalised, because the slots that queries are made of start small."""
+    return nn.Sequential(nn.RMSNorm(width), nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width))
 
 
 def all_events(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
@@ -91,11 +92,16 @@ class EventReader(nn.Module):
     def __init__(self, config: ROCSConfig):
         super().__init__()
         d = config.width
-        sizes = BiasedConfig(d, config.heads, 1, config.expansion * d, norm="rms", dropout=config.dropout)
+        sizes = BiasedConfig(
+            d, config.heads, 1, config.expansion * d, norm="rms", dropout=config.dropout, attention_dropout=0.0
+        )
         self.block = BiasedBlock(sizes)
         self.norm = nn.RMSNorm(d)
         self.read = RequestCrossAttention(d, heads=config.heads)
         self.request_mlp, self.pair_mlp = query_mlp(d), query_mlp(d)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):  # PyTorch's biases are many times as large as the events at the start
+                nn.init.zeros_(module.bias)
 
     def advance(self, events: Tensor, mask: Tensor) -> tuple[Tensor, RequestKeys]:
         q, k, v = self.block.project(events, None)
@@ -136,11 +142,14 @@ class LayerState(NamedTuple):
 
 
 class MaskedLayer(nn.Module):
-    """One layer of both sides under the block-triangular mask; slots (m_r, m_c) -> (2 n_r, 2 n_c)."""
+    """One layer of both sides under the block-triangular mask; slots (m_r, m_c) -> (2 n_r, 2 n_c).
 
-    def __init__(self, config: ROCSConfig, request_slots: int, pair_slots: int):
+    emits False: nothing reads the request outputs (the last layer without a request head), so n_r = 0.
+    """
+
+    def __init__(self, config: ROCSConfig, request_slots: int, pair_slots: int, emits: bool = True):
         super().__init__()
-        c, n_r, n_c = config, config.request_outputs, config.pair_outputs
+        c, n_r, n_c = config, config.request_outputs if emits else 0, config.pair_outputs
         self.config = config
         self.events, self.queries = None, None
         if c.added:
@@ -150,11 +159,12 @@ class MaskedLayer(nn.Module):
         self.linear = MaskedSlotLinear((m_r, 3 * n_r), (m_c, 3 * n_c))  # compression and residual in one product
         self.request_dots, self.pair_dots = UpperPairs(m_r), UpperPairs(m_c)
         fm_r, fm_c = self.request_dots.outputs, m_c * m_r + self.pair_dots.outputs
-        self.request_hidden, self.request_out = nn.Linear(fm_r, c.fm_hidden), nn.Linear(c.fm_hidden, n_r * c.width)
+        self.request_hidden = nn.Linear(fm_r, c.fm_hidden) if emits else None
+        self.request_out = nn.Linear(c.fm_hidden, n_r * c.width) if emits else None
+        self.request_norm = nn.LayerNorm(c.width) if emits else None
         self.pair_hidden = BroadcastLinear(fm_r, fm_c, c.fm_hidden)
         self.pair_out = nn.Linear(c.fm_hidden, n_c * c.width)
-        self.request_norm, self.pair_norm = nn.LayerNorm(c.width), nn.LayerNorm(c.width)
-        self.dropout = Dropout(c.dropout)
+        self.pair_norm, self.dropout = nn.LayerNorm(c.width), Dropout(c.dropout)
 
     def request(self, x: Tensor, events: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, LayerState]:
         """X_r [R, m_r, d], H [R, L, d] -> (X_r of the next layer [R, 2 n_r, d], H^n, state)."""
@@ -165,8 +175,10 @@ class MaskedLayer(nn.Module):
             x = torch.cat([x, self.events.of_request(queries, keys)], dim=1)
         linear, linear_pair = self.linear.request_part(x)
         dots = self.request_dots(x) * self.config.width**-0.5
-        mixed = self.dropout(F.silu(self.request_hidden(dots)))
         state = LayerState(x, linear_pair, self.pair_hidden.request_part(dots), shared, keys)
+        if self.request_norm is None:
+            return x[:, :0], events, state
+        mixed = self.dropout(F.silu(self.request_hidden(dots)))
         return close_layer(self.request_out(mixed), linear, self.request_norm), events, state
 
     def pairs(self, state: LayerState, x: Tensor, request_of: Tensor, groups: list[Group] | None = None) -> Tensor:
@@ -189,6 +201,7 @@ class MaskedLayer(nn.Module):
             request += layer.flops(0, d)
             pair += layer.flops(1, d, requests=0)
         request += self.request_dots.flops(1, d) + self.pair_hidden.flops(0)
-        request += 2 * (self.request_hidden.weight.numel() + self.request_out.weight.numel())
+        if self.request_norm is not None:
+            request += 2 * (self.request_hidden.weight.numel() + self.request_out.weight.numel())
         pair += self.pair_dots.flops(1, d) + 2 * m_r * m_c * d + self.pair_hidden.flops(1, requests=0)
         return request, pair + 2 * self.pair_out.weight.numel()

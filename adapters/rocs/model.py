@@ -28,8 +28,11 @@ from auto_research.blocks.two_sided import BroadcastLinear
 from auto_research.data.requests import RequestBatch
 
 TASKS = 3  # engage, like, love
-REQUEST_SLOTS = len(USER_FIELDS) + len(CONTEXT_FIELDS) + 1  # 9
-PAIR_SLOTS = 5
+REQUEST_IDS = len(USER_FIELDS) + len(CONTEXT_FIELDS)
+REQUEST_SLOTS = REQUEST_IDS + 1  # 9
+ITEM_SLOTS = 3  # item_id, genres, decade: the candidate's slots that depend on the item alone
+PAIR_SLOTS = ITEM_SLOTS + 2
+NUMERIC_GAIN = 0.2
 
 
 class RequestInputs(NamedTuple):
@@ -44,36 +47,70 @@ class RequestInputs(NamedTuple):
         return RequestInputs(*(x[request_of] for x in self))
 
 
+def slot_projection(slots: int, config: ROCSConfig) -> PositionLinear:
+    """A Linear(w, d) per field, [B, slots, w] -> [B, slots, d]; biases start at zero, as they would drown the ids."""
+    project = PositionLinear(slots, config.field, config.width)
+    nn.init.zeros_(project.bias)
+    return project
+
+
+class NumericSlots(nn.Module):
+    """Slots of numeric fields [B, n w] -> [B, n, d], normalised: at the start they are many times as large as ids."""
+
+    def __init__(self, slots: int, config: ROCSConfig):
+        super().__init__()
+        self.slots, self.project, self.norm = slots, slot_projection(slots, config), nn.RMSNorm(config.width)
+        nn.init.constant_(self.norm.weight, NUMERIC_GAIN)
+
+    def forward(self, fields: Tensor) -> Tensor:
+        return self.norm(self.project(fields.unflatten(1, (self.slots, -1))))
+
+
 class SlotInput(nn.Module):
-    """Fields of a batch as slots of width d, each field through its own Linear(w, d), and events as [R, L + 1, d]."""
+    """Fields of a batch as slots of width d, each field through its own Linear(w, d), and events as [R, L + 1, d].
+
+    vectors: `encoder.item_vectors()` [n_items + 1, 2w], computed once per forward pass for events and candidates.
+    """
 
     def __init__(self, config: ROCSConfig, vocab: dict[str, int], item_genres: Tensor):
         super().__init__()
         self.encoder = RequestEncoder(vocab, item_genres, field=config.field)
-        self.request_slots = PositionLinear(REQUEST_SLOTS, config.field, config.width)
-        self.pair_slots = PositionLinear(PAIR_SLOTS, config.field, config.width)
-        self.events = nn.Linear(self.encoder.event_width, config.width)
+        self.request_ids, self.request_numbers = slot_projection(REQUEST_IDS, config), NumericSlots(1, config)
+        self.item_slots = slot_projection(ITEM_SLOTS, config)
+        self.pair_numbers = NumericSlots(PAIR_SLOTS - ITEM_SLOTS, config)
+        self.events = nn.Linear(self.encoder.event_width, config.width, bias=False)
         self.null = NullEvent(config.width)
         self.dropout = Dropout(config.dropout)
 
-    def request(self, batch: RequestBatch) -> RequestInputs:
-        r = self.encoder.request(batch)
-        fields = self.dropout(r.flat()).reshape(len(r.user), REQUEST_SLOTS, -1)
-        events, mask = self.null(self.events(r.events), r.mask)
-        return RequestInputs(self.request_slots(fields), events, mask)
+    def request(self, batch: RequestBatch, vectors: Tensor | None = None) -> RequestInputs:
+        r = self.encoder.request(batch, vectors)
+        ids = torch.cat([r.user, r.context], dim=1)
+        ids = self.request_ids(self.dropout(ids).unflatten(1, (REQUEST_IDS, -1)))
+        slots = torch.cat([ids, self.request_numbers(self.dropout(r.statistics))], dim=1)
+        return RequestInputs(slots, *self.null(self.events(self.dropout(r.events)), r.mask))
 
-    def pairs(self, batch: RequestBatch) -> Tensor:
+    def pairs(self, batch: RequestBatch, vectors: Tensor | None = None) -> Tensor:
         """X_c [P, 5, d]."""
-        p = self.encoder.pairs(batch)
-        fields = self.dropout(torch.cat([p.candidate, p.cross], dim=1))
-        return self.pair_slots(fields.reshape(len(fields), PAIR_SLOTS, -1))
+        vectors = self.encoder.item_vectors() if vectors is None else vectors
+        return torch.cat([self.items(F.embedding(batch.item, vectors), batch.decade), self.numbers(batch)], dim=1)
+
+    def items(self, vectors: Tensor, decade: Tensor) -> Tensor:
+        """Slots of the item alone [B, 3, d]; vectors [B, 2w], decade int64[B]."""
+        fields = torch.cat([vectors, self.encoder.decade(decade)], dim=1)
+        return self.item_slots(self.dropout(fields).unflatten(1, (ITEM_SLOTS, -1)))
+
+    def numbers(self, batch: RequestBatch) -> Tensor:
+        """Slots of popularity and cross features [P, 2, d], which depend on the request."""
+        fields = torch.cat([self.encoder.popularity(batch.popularity), self.encoder.cross(batch.cross)], dim=1)
+        return self.pair_numbers(self.dropout(fields))
 
 
 class ROCSState(NamedTuple):
-    """A request's share of every layer and of the head ([R, 64], None when its term is dropped)."""
+    """A request's share of every layer and of the head ([R, 64], None when its term is dropped); vectors of `SlotInput`."""
 
     layers: tuple[LayerState, ...]
     head: Tensor | None
+    vectors: Tensor | None = None
 
 
 class TwoPartHead(nn.Module):
@@ -112,28 +149,31 @@ class ROCS(nn.Module):
         self.config = config
         self.input = SlotInput(config, vocab, item_genres)
         m_r, m_c, layers = REQUEST_SLOTS + (config.attention == "mean"), PAIR_SLOTS, []
-        for _ in range(config.layers):
-            layers.append(MaskedLayer(config, m_r, m_c))
+        for index in range(config.layers):
+            emits = config.request_head or index < config.layers - 1
+            layers.append(MaskedLayer(config, m_r, m_c, emits))
             m_r, m_c = 2 * config.request_outputs, 2 * config.pair_outputs
         self.layers = nn.ModuleList(layers)
         self.head = TwoPartHead(config, m_r, m_c)
 
     def prepare(self, batch: RequestBatch) -> ROCSState:
         """The request pathway at R rows."""
-        return self.request_path(self.input.request(batch))
+        vectors = self.input.encoder.item_vectors()
+        return self.request_path(self.input.request(batch, vectors))._replace(vectors=vectors)
 
     def score(self, state: ROCSState, batch: RequestBatch) -> Tensor:
         """Logits [P, 3] of the batch's candidates for prepared requests."""
-        return self.pair_path(state, self.input.pairs(batch), batch.request_of)
+        return self.pair_path(state, self.input.pairs(batch, state.vectors), batch.request_of)
 
     def forward(self, batch: RequestBatch) -> Tensor:
         return self.score(self.prepare(batch), batch)
 
     def broadcast(self, batch: RequestBatch) -> Tensor:
         """The same logits from request content that is copied per candidate before the first layer."""
-        request_of = batch.request_of
-        state = self.request_path(self.input.request(batch).copied(request_of))
-        return self.pair_path(state, self.input.pairs(batch), torch.arange(len(request_of), device=request_of.device))
+        request_of, vectors = batch.request_of, self.input.encoder.item_vectors()
+        state = self.request_path(self.input.request(batch, vectors).copied(request_of))
+        own = torch.arange(len(request_of), device=request_of.device)
+        return self.pair_path(state, self.input.pairs(batch, vectors), own)
 
     def request_path(self, inputs: RequestInputs) -> ROCSState:
         x, events, mask = inputs

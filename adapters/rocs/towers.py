@@ -10,16 +10,15 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from adapters.rocs.layers import EventReader, LayerState, MaskedLayer, ROCSConfig
-from adapters.rocs.model import PAIR_SLOTS, REQUEST_SLOTS, TASKS, ROCSState, SlotInput, TwoPartHead
+from adapters.rocs.model import ITEM_SLOTS, PAIR_SLOTS, REQUEST_SLOTS, TASKS, ROCSState, SlotInput, TwoPartHead
 from auto_research.blocks.request_groups import request_groups
 from auto_research.blocks.two_sided import SlotLinear
 from auto_research.blocks.wukong import WukongLayer
 from auto_research.data.requests import RequestBatch
-
-ITEM_SLOTS = 3  # item_id, genres, decade: the candidate's slots that depend on the item alone
 
 
 def side_layer(config: ROCSConfig, slots: int, outputs: int) -> WukongLayer:
@@ -67,17 +66,20 @@ class LateROCS(nn.Module):
         self.head = TwoPartHead(config, 2 * config.request_outputs, 2 * config.pair_outputs)
 
     def prepare(self, batch: RequestBatch) -> ROCSState:
-        x, events, mask = self.input.request(batch)
+        vectors = self.input.encoder.item_vectors()
+        x, events, mask = self.input.request(batch, vectors)
         for layer in self.request_layers:
             x, events = layer(x, events, mask)
         x, _, state = self.last.request(x, events, mask)
-        return ROCSState((state,), self.head.request(x))
+        return ROCSState((state,), self.head.request(x), vectors)
 
     def score(self, state: ROCSState, batch: RequestBatch, items: Tensor | None = None) -> Tensor:
         """Logits [P, 3]; items: the result of `item_table`, where it was computed before."""
-        slots = self.input.pairs(batch)  # (P, 5, d)
-        item = self.item_side(slots[:, :ITEM_SLOTS]) if items is None else items[batch.item]
-        return self.enter(state, item, slots[:, ITEM_SLOTS:], batch.request_of)
+        if items is None:
+            item = self.item_side(self.input.items(F.embedding(batch.item, state.vectors), batch.decade))
+        else:
+            item = items[batch.item]
+        return self.enter(state, item, self.input.numbers(batch), batch.request_of)
 
     def enter(self, state: ROCSState, item: Tensor, rest: Tensor, request_of: Tensor) -> Tensor:
         """The last layer and the head: item [P, 2 n_c, d], rest [P, 2, d] (popularity, cross)."""
@@ -98,16 +100,18 @@ class LateROCS(nn.Module):
     @torch.no_grad()
     def item_table(self, decade: Tensor) -> Tensor:
         """[n_items + 1, 2 n_c, d] for the whole catalogue; decade int64[n_items + 1]."""
-        encoder = self.input.encoder
-        fields = torch.cat([encoder.item_vectors(), encoder.decade(decade)], dim=1).reshape(len(decade), ITEM_SLOTS, -1)
-        project = self.input.pair_slots
-        slots = torch.einsum("btw,twd->btd", fields, project.weight[:ITEM_SLOTS])
-        return self.item_side(slots + project.bias[:ITEM_SLOTS].squeeze(1))
+        return self.item_side(self.input.items(self.input.encoder.item_vectors(), decade))
+
+    def dense_params(self) -> int:
+        """Parameters behind the slots: layers of both sides, the last layer and the head."""
+        parts = (self.request_layers, self.item_layers, self.last, self.head)
+        return sum(p.numel() for part in parts for p in part.parameters())
 
 
 class TowerState(NamedTuple):
-    """Request vectors, one per task [R, 3, h]."""
+    """Request vectors u, one per task [R, 3, h]; item vectors of `SlotInput`."""
 
+    u: Tensor
     vectors: Tensor
 
 
@@ -126,17 +130,23 @@ class TwoTower(nn.Module):
         self.offset = nn.Parameter(torch.zeros(TASKS))
 
     def prepare(self, batch: RequestBatch) -> TowerState:
-        x, events, mask = self.input.request(batch)
+        vectors = self.input.encoder.item_vectors()
+        x, events, mask = self.input.request(batch, vectors)
         for layer in self.request_layers:
             x, events = layer(x, events, mask)
-        return TowerState(self.request_out(x.flatten(1)).reshape(len(x), TASKS, self.hidden))
+        return TowerState(self.request_out(x.flatten(1)).reshape(len(x), TASKS, self.hidden), vectors)
 
     def score(self, state: TowerState, batch: RequestBatch) -> Tensor:
-        x = self.input.pairs(batch)[:, : PAIR_SLOTS - 1]  # without the cross slot
+        x = self.input.pairs(batch, state.vectors)[:, : PAIR_SLOTS - 1]  # without the cross slot
         for layer in self.item_layers:
             x = layer(x)
         v = self.item_out(x.flatten(1)).reshape(len(x), TASKS, self.hidden)
-        return (state.vectors[batch.request_of] * v).sum(2) * self.hidden**-0.5 + self.offset
+        return (state.u[batch.request_of] * v).sum(2) * self.hidden**-0.5 + self.offset
 
     def forward(self, batch: RequestBatch) -> Tensor:
         return self.score(self.prepare(batch), batch)
+
+    def dense_params(self) -> int:
+        """Parameters behind the slots: layers and projections of both towers, offsets."""
+        parts = (self.request_layers, self.item_layers, self.request_out, self.item_out)
+        return self.offset.numel() + sum(p.numel() for part in parts for p in part.parameters())

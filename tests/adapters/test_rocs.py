@@ -9,9 +9,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from adapters.rocs.dense import DenseROCS
+from adapters.rocs.experiment import activation_bytes
 from adapters.rocs.layers import MaskedLayer, ROCSConfig
-from adapters.rocs.model import ROCS, RequestInputs
+from adapters.rocs.model import REQUEST_SLOTS, ROCS, RequestInputs
 from adapters.rocs.towers import LateROCS, TwoTower
+from auto_research.blocks.biased_transformer import BiasedBlock
+from auto_research.blocks.dropout import Dropout
 from auto_research.blocks.two_sided import bcast_linear, block_mask
 from auto_research.data.requests import RequestBatch
 from auto_research.evaluate.ctr import split_pairs
@@ -99,12 +102,20 @@ def reference_of(model: ROCS, table) -> DenseROCS:
 # Equivalence with the reference that broadcasts its inputs
 
 
-def test_decomposed_forward_equals_the_dense_masked_reference(table):
-    model = build(table)
-    dense, batch = reference_of(model, table), ragged(table)
-    ours, theirs = model(batch), dense.broadcast(batch)
+def in_double(batch: RequestBatch) -> RequestBatch:
+    values = {f.name: getattr(batch, f.name) for f in fields(RequestBatch)}
+    return RequestBatch(**{name: x.double() if x.is_floating_point() else x for name, x in values.items()})
+
+
+def test_decomposed_forward_equals_the_dense_masked_reference(table, monkeypatch):
+    model, batch = build(table), ragged(table)
+    dense = reference_of(model, table)
+    torch.testing.assert_close(model(batch), dense.broadcast(batch), atol=1e-5, rtol=0)
     assert batch.pairs() == sum(COUNTS)
-    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+    model, dense, batch = model.double(), dense.double(), in_double(batch)
+    monkeypatch.setattr(torch, "float32", torch.float64)  # attention computes in float32 whatever its inputs are
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    ours, theirs = model(batch), dense.broadcast(batch)
     torch.manual_seed(1)
     direction = torch.randn_like(ours)
     (ours * direction).sum().backward()
@@ -115,8 +126,10 @@ def test_decomposed_forward_equals_the_dense_masked_reference(table):
         for name, p in model.input.named_parameters()
         if not name.endswith("key_constant")
     ]
-    for a, b in compared:  # below 1e-3 a gradient is a sum of larger terms that cancel, and carries their rounding
-        assert (a - b).abs().max() <= 1e-5 * max(float(a.abs().max()), 1e-3)
+    assert ours.dtype == torch.float64
+    assert all(a.abs().max() > 0 for a, _ in compared)
+    for a, b in compared:
+        assert (a - b).abs().max() <= 1e-9 * a.abs().max()
 
 
 def transposed_back(ours: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
@@ -181,6 +194,24 @@ def test_request_slots_never_read_candidates_and_do_without_the_mask(table):
         assert gradient.abs().max() == 0
     for gradient in request_gradients(build(table, DenseROCS), batch):
         assert gradient.abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("kind", [ROCS, LateROCS])
+def test_nothing_prepared_for_a_request_changes_with_its_candidates(table, kind):
+    model, batch = build(table, kind), ragged(table)
+    other = replace(
+        batch,
+        item=batch.item.flip(0),
+        decade=batch.decade.flip(0),
+        popularity=batch.popularity + 1,
+        cross=batch.cross + 1,
+    )
+    one, two = model.prepare(batch), model.prepare(other)
+    assert not torch.equal(batch.item, other.item)
+    assert torch.equal(one.head, two.head)
+    for a, b in zip(one.layers, two.layers, strict=True):
+        parts = zip((*a[:4], *a.keys), (*b[:4], *b.keys), strict=True)
+        assert all(torch.equal(x, y) for x, y in parts)
 
 
 def test_request_slots_of_every_layer_are_those_of_the_masked_reference(table):
@@ -366,9 +397,39 @@ def test_ablations_drop_what_they_say(table):
     assert mean.layers[0].request_dots.slots == 10
     assert plain.layers[0].request_dots.slots == 11
     assert plain.layers[1].request_dots.slots == plain.layers[1].pair_dots.slots == 10
-    assert headless.prepare(ragged(table)).head is None
+    assert mean.layers[1].request_dots.slots == mean.layers[1].pair_dots.slots == 8
+    batch = ragged(table)
+    events, mask = mean.input.request(batch)[1:]
+    by_hand = torch.stack([row[seen].mean(0) for row, seen in zip(events, mask, strict=True)])
+    torch.testing.assert_close(mean.prepare(batch).layers[0].slots[:, REQUEST_SLOTS], by_hand)
+    assert headless.prepare(batch).head is None
     with pytest.raises(ValueError, match="attention"):
         ROCSConfig(attention="none")
+
+
+def test_without_the_request_head_no_weight_of_the_last_request_outputs_is_left(table):
+    plain, headless, batch = build(table), build(table, request_head=False), ragged(table)
+    assert headless.head.first.in_features == 2 * SMALL.pair_outputs * SMALL.width
+    idle = {f"layers.{SMALL.layers - 1}.{name}" for name in ("request_hidden", "request_out", "request_norm")}
+    names = {name.rsplit(".", 1)[0] for name, _ in plain.named_parameters()}
+    assert idle <= names
+    assert not idle & {name.rsplit(".", 1)[0] for name, _ in headless.named_parameters()}
+    last = headless.layers[-1]
+    assert last.linear.rr.numel() == 0
+    assert last.request(*request_inputs(headless, batch))[0].shape[1] == 0
+    headless(batch).square().sum().backward()
+    assert not [n for n, p in headless.named_parameters() if p.numel() and p.grad is None and "key_constant" not in n]
+    with torch.no_grad():
+        logits, norm = plain(batch), plain.layers[-1].request_norm
+        norm.bias += torch.randn_like(norm.bias)  # where the head reads the request, its last outputs matter
+        assert (plain(batch) - logits).abs().max() > 1e-4
+
+
+def request_inputs(model: ROCS, batch: RequestBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Slots of the last layer [R, 2 n_r, d], events [R, L + 1, d] and their mask."""
+    _, events, mask = model.input.request(batch)
+    slots = model.prepare(batch).layers[-1].slots[:, : 2 * model.config.request_outputs]
+    return slots, events, mask
 
 
 def test_late_candidates_meet_the_request_in_the_last_layer_only(table):
@@ -410,10 +471,81 @@ def test_two_towers_meet_in_a_dot_product_only(table):
         logits = torch.stack([model(batch)[:, 1] - model.offset[1] for batch in (one, two)])  # (2, 6)
         changed = model(replace(one, cross=one.cross + 1))
         assert torch.equal(changed, model(one))  # a feature of user and item has no place in either tower
-        u = torch.stack([model.prepare(batch).vectors[0, 1] for batch in (one, two)])
+        u = torch.stack([model.prepare(batch).u[0, 1] for batch in (one, two)])
     solution = torch.linalg.lstsq(u, logits).solution  # item vectors that explain both requests' scores
     torch.testing.assert_close(u @ solution, logits, atol=1e-4, rtol=1e-3)
     assert users.pairs() == 12
+
+
+def test_the_item_table_spares_embedding_and_layers_of_the_items(table):
+    model, calls = build(table, LateROCS), []
+    items = model.item_table(torch.as_tensor(table.interactions.item_decade))
+    batch = table.score_batch(int(table.requests("test")[2]), np.arange(1, synthetic.ITEMS + 1), history=9)
+    for part in (model.input.item_slots, model.input.encoder.decade, *model.item_layers):
+        part.register_forward_hook(lambda module, *_: calls.append(module))
+    model.score(model.prepare(batch), batch, items)
+    assert not calls
+    model(batch)
+    assert len(calls) == SMALL.layers + 1
+
+
+# Start and regularisation
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_catalogue_is_embedded_once_per_forward_pass(table, kind):
+    model, calls = build(table, kind), []
+    model.input.encoder.genres.register_forward_hook(lambda *_: calls.append(1))
+    model(ragged(table))
+    assert len(calls) == 1
+
+
+def test_dropout_reaches_events_slots_interactions_and_head(table):
+    config = replace(SMALL, dropout=0.5, layers=2, fm_hidden=14, head_hidden=11)
+    model, batch, seen = build(table, config=config).train(), ragged(table), []
+    requests, pairs, w, length = len(COUNTS), sum(COUNTS), config.field, config.history + 1
+
+    def record(_, args, out):
+        x = args[0]
+        dropped = (out == 0) & (x != 0)
+        torch.testing.assert_close(out[~dropped], 2 * x[~dropped])
+        seen.append((tuple(x.shape), bool(dropped.any())))
+
+    for module in model.modules():
+        if isinstance(module, Dropout) and module.rate:
+            module.register_forward_hook(record)
+    torch.manual_seed(6)
+    model(batch)
+    inputs = [(requests, 8 * w), (requests, w), (requests, length - 1, 3 * w), (pairs, 3 * w), (pairs, 2 * w)]
+    layer = [(requests, length, config.width), (requests, 14), (pairs, 14)]  # FFN of the events, both interactions
+    assert all(module.attention_dropout.rate == 0 for module in model.modules() if isinstance(module, BiasedBlock))
+    shapes = [shape for shape, dropped in seen if dropped]
+    assert sorted(shapes) == sorted([*inputs, *layer, *layer, (pairs, 11)])
+
+
+def test_numeric_slots_do_not_outweigh_ids_at_the_start(table):
+    model, batch = build(table, config=ROCSConfig(width=16, field=8, history=9)), ragged(table)
+    with torch.no_grad():
+        request, pairs = model.input.request(batch).slots, model.input.pairs(batch)
+        large = model.input.pairs(replace(batch, popularity=batch.popularity * 100))
+    for numeric in (request[:, 8], pairs[:, 3], pairs[:, 4], large[:, 3]):
+        assert numeric.square().mean().sqrt() == pytest.approx(0.2, rel=0.02)
+    assert not torch.equal(large[:, 3], pairs[:, 3])
+    own = pairs[:, 0]  # the id slot: what items share is smaller than what tells them apart
+    assert own.mean(0).square().mean().sqrt() < 0.7 * own.std(0).square().mean().sqrt()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dense_parameters_are_all_but_those_of_the_input(table, kind):
+    model = build(table, kind)
+    inputs = sum(p.numel() for p in model.input.parameters())
+    assert model.dense_params() == sum(p.numel() for p in model.parameters()) - inputs
+
+
+def test_activation_bytes_leave_parameters_out():
+    layer, x = torch.nn.Linear(8, 16), torch.ones(4, 8, requires_grad=True)
+    weight_and_input = activation_bytes(torch.nn.Identity(), lambda: layer(x))
+    assert weight_and_input - activation_bytes(layer, lambda: layer(x)) == 4 * 8 * 16
 
 
 @pytest.mark.parametrize("kind", KINDS)
