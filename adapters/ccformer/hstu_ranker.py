@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from adapters.ccformer.titles import TitledEncoder
@@ -68,9 +67,7 @@ class HstuRanker(nn.Module):
     def prepare(self, batch: BehaviourBatch) -> HstuState:
         e = self.encoder
         rating = torch.cat([e.rating(batch.hist_rating), self.gap(batch.hist_gap)], dim=2)
-        ids = batch.hist_item
-        item = e.rows(ids) if e.few(ids) else F.embedding(ids, e.item_vectors())
-        events = torch.cat([item, rating], dim=2)  # (R, L, 3w)
+        events = torch.cat([e.look_up(batch.hist_item), rating], dim=2)  # (R, L, 3w)
         context = [e.tables[name](getattr(batch, name)) for name in (*e.user_fields, "hour", "weekday", "gap")]
         time = 1 - 2**batch.hist_age  # lower edge of the age bucket, seconds before the request
         cache = self.trunk.cache(self.event(self.dropout(events)), batch.hist_mask, time=time)

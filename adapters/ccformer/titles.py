@@ -1,13 +1,10 @@
 """Frozen title vectors as one more content feature of every arm, beside the genres."""
 
-from dataclasses import replace
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from auto_research.blocks.request_encoder import PairFeatures, RequestEncoder, RequestFeatures
-from auto_research.data.requests import RequestBatch
+from auto_research.blocks.request_encoder import RequestEncoder
 
 
 class TitledEncoder(RequestEncoder):
@@ -40,30 +37,9 @@ class TitledEncoder(RequestEncoder):
             content = content + self.title(self.titles[ids].to(content.dtype))
         return torch.cat([self.item(ids), content], dim=-1)
 
-    def few(self, ids: Tensor) -> bool:
-        """Whether projecting these items is cheaper than projecting the vocabulary and looking them up."""
-        return ids.numel() < len(self.titles)
-
     def projected(self, layer: nn.Linear, ids: Tensor) -> Tensor:
         """layer([genres; title]) of items, [...] -> [..., width]."""
         if not self.few(ids):
             return F.embedding(ids, layer(self.content_vectors()))
         genres = self.genres(self.item_genres[ids])
         return layer(torch.cat([genres, self.titles[ids].to(genres.dtype)], dim=-1))
-
-    def request(self, batch: RequestBatch, vectors: Tensor | None = None) -> RequestFeatures:
-        if vectors is None and self.few(batch.hist_item):
-            vectors = self.rows(batch.hist_item.flatten())
-            batch = replace(batch, hist_item=places(batch.hist_item))
-        return super().request(batch, vectors)
-
-    def pairs(self, batch: RequestBatch, vectors: Tensor | None = None) -> PairFeatures:
-        if vectors is None and self.few(batch.item):
-            vectors = self.rows(batch.item)
-            batch = replace(batch, item=places(batch.item))
-        return super().pairs(batch, vectors)
-
-
-def places(ids: Tensor) -> Tensor:
-    """Where each id's row is among the rows of all ids, in the shape of ids."""
-    return torch.arange(ids.numel(), device=ids.device).view(ids.shape)

@@ -184,11 +184,11 @@ class Inputs(nn.Module):
 
     def sequences(self, batch: BehaviourBatch) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         """Means of H_s^0 without the null event, [R, S D], and (H_s^0 [R, 1 + L', D], mask) of every sequence."""
-        vectors, means, rows = self.encoder.item_vectors(), [], []
+        means, rows = [], []
         parts = zip(SEQUENCES, self.events, self.nulls, self.reducers, strict=True)
         for name, project, null, reducer in parts:
             window = batch.window(name)
-            h = project(window_events(self.encoder, window, vectors))  # (R, L, D)
+            h = project(window_events(self.encoder, window))  # (R, L, D)
             means.append(masked_mean(h, window.mask))
             rows.append(reducer(*null(h, window.mask)))
         return torch.cat(means, dim=1), rows

@@ -22,7 +22,7 @@ from auto_research.blocks.biased_transformer import BiasedConfig, BiasedTransfor
 from auto_research.blocks.dropout import Dropout
 from auto_research.blocks.relu_moe import TopKMoE
 from auto_research.blocks.request_attention import NullEvent
-from auto_research.blocks.request_encoder import embedding
+from auto_research.blocks.request_encoder import ItemTables, embedding
 from auto_research.blocks.sequence_summary import masked_mean
 from auto_research.blocks.wukong import WukongLayer
 from auto_research.data.behaviours import EventWindow
@@ -178,7 +178,7 @@ class MoEFeedForward(nn.Module):
         return self.moe(x.reshape(1, -1, x.shape[-1])).reshape(x.shape)
 
 
-class EventTables(nn.Module):
+class EventTables(ItemTables):
     """The tables of an event, as `RequestEncoder` has them: item w, genres w, rating w/2, age w/2."""
 
     def __init__(self, field: int, catalogue: Catalogue):
@@ -188,10 +188,6 @@ class EventTables(nn.Module):
         self.item, self.genres = embedding(catalogue.vocab["item"], field, True), nn.Linear(genres.shape[1], field)
         self.rating = embedding(catalogue.vocab["hist_rating"], field // 2, True)
         self.event_age = embedding(catalogue.vocab["hist_age"], field // 2)
-
-    def item_vectors(self) -> Tensor:
-        """[item; genres] of the whole vocabulary, [n_items + 1, 2w]."""
-        return torch.cat([self.item.weight, self.genres(self.item_genres)], dim=1)
 
 
 class SequentialTower(nn.Module):
@@ -216,7 +212,7 @@ class SequentialTower(nn.Module):
     def states(self, batch: MosaicBatch) -> tuple[Tensor, KeyValueCache]:
         """u [R, D_u] and what candidates read."""
         window = EventWindow(*(field[:, -self.length :] for field in batch.window("hist")))
-        x = self.events(window_events(self.encoder, window, self.encoder.item_vectors()))
+        x = self.events(window_events(self.encoder, window))
         x, mask = self.bos(self.dropout(x), window.mask)
         hidden, cache = self.transformer.prefill(x, mask)
         some = window.mask[:, -1:]  # left-padded: the newest event is last, if there is any
@@ -227,7 +223,7 @@ class SequentialTower(nn.Module):
 
     def targets(self, cache: KeyValueCache, batch: MosaicBatch) -> Tensor:
         """Logits [P, 2] of like and engage at isolated target tokens."""
-        x = self.target(F.embedding(batch.item, self.encoder.item_vectors()))
+        x = self.target(self.encoder.look_up(batch.item))
         return self.auxiliary(self.transformer.candidates(x, cache, batch.request_of))
 
     def take_balance(self) -> Tensor:
@@ -249,7 +245,7 @@ class PooledTower(nn.Module):
         self.network = nn.Sequential(*layers, nn.Linear(config.hidden, config.user_width))
 
     def forward(self, batch: MosaicBatch) -> Tensor:
-        events = window_events(self.encoder, batch.window("hist"), self.encoder.item_vectors())
+        events = window_events(self.encoder, batch.window("hist"))
         new = slice(max(0, events.shape[1] - NEWEST), None)
         means = [masked_mean(events, batch.hist_mask), masked_mean(events[:, new], batch.hist_mask[:, new])]
         return self.network(torch.cat(means, dim=1))

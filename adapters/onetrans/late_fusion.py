@@ -68,7 +68,7 @@ class EncodeThenInteract(nn.Module):
         self.head = nn.Sequential(nn.Linear(width, config.hidden), nn.GELU(), nn.Linear(config.hidden, TASKS))
 
     def prepare(self, batch: BehaviourBatch) -> EncodedRequest:
-        tokens = self.sequence_tokens(self.encoder, batch, self.encoder.item_vectors())
+        tokens = self.sequence_tokens(self.encoder, batch)
         states = self.transformer(tokens.x, tokens.mask)  # (R, L_S, D)
         newest = states[:, -1] * tokens.mask[:, -1:].to(states.dtype)
         flat = torch.cat([request_fields(self.encoder, batch), masked_mean(states, tokens.mask), newest], dim=1)

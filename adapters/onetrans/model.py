@@ -231,7 +231,7 @@ class OneTrans(nn.Module):
 
     def tokens(self, batch: BehaviourBatch) -> Tokens:
         """S-tokens of a batch's requests."""
-        return self.sequence_tokens(self.encoder, batch, self.encoder.item_vectors())
+        return self.sequence_tokens(self.encoder, batch)
 
     def cached(self) -> bool:
         """Whether the S side runs once per request."""

@@ -57,10 +57,10 @@ class SequenceTokenizer(nn.Module):
         self.sequence_type = nn.Parameter(torch.randn(len(SEQUENCES), width) * START_SCALE) if aware else None
         self.separator = None if aware else nn.Parameter(torch.randn(width) * START_SCALE)
 
-    def forward(self, encoder: RequestEncoder, batch: BehaviourBatch, vectors: Tensor) -> Tokens:
+    def forward(self, encoder: RequestEncoder, batch: BehaviourBatch) -> Tokens:
         windows = [batch.window(name) for name in SEQUENCES]
         liked, other = (
-            self.mlp[name](window_events(encoder, window, vectors, clock="gap"))  # (R, L, D)
+            self.mlp[name](window_events(encoder, window, clock="gap"))  # (R, L, D)
             for name, window in zip(SEQUENCES, windows, strict=True)
         )
         if self.merge == "timestamp_aware":

@@ -197,8 +197,8 @@ def test_the_check_finds_a_candidate_in_the_cache(table, monkeypatch):
     model = build(table)
     plain = hyformer_model.window_events
 
-    def leaking(encoder, window, vectors):
-        return plain(encoder, window, vectors) + batch_seen[0].item.float().mean()
+    def leaking(encoder, window):
+        return plain(encoder, window) + batch_seen[0].item.float().mean()
 
     batch_seen = [batch]
     monkeypatch.setattr(hyformer_model, "window_events", leaking)
@@ -476,10 +476,9 @@ def test_declared_cost_is_the_counted_one(table, full, switches):
     encoder = model.inputs.encoder
 
     def embed():
-        vectors = encoder.item_vectors()
         request_fields(encoder, full)
         for name in SEQUENCES:
-            window_events(encoder, full.window(name), vectors)
+            window_events(encoder, full.window(name))
         encoder.pairs(full)
 
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):

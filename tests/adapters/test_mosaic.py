@@ -442,7 +442,7 @@ def test_top_two_gates_by_hand():
 
 def token_rows(tower, batch):
     """BOS and the embedded events [R, L + 1, D] as the tower reads them, and their mask."""
-    events = tower.events(window_events(tower.encoder, batch.window("hist"), tower.encoder.item_vectors()))
+    events = tower.events(window_events(tower.encoder, batch.window("hist")))
     return tower.bos(events, batch.hist_mask)
 
 

@@ -66,9 +66,8 @@ class RankerInput(nn.Module):
         if not self.sequences:
             request = self.encoder.request(batch)
             return request.flat(), [(request.events, request.mask)]
-        vectors = self.encoder.item_vectors()
         windows = [batch.window(name) for name in self.sequences]
-        events = [(window_events(self.encoder, window, vectors), window.mask) for window in windows]
+        events = [(window_events(self.encoder, window), window.mask) for window in windows]
         return request_fields(self.encoder, batch), events
 
     def score(self, state: RequestState, batch: RequestBatch) -> Tensor:

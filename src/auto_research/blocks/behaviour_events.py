@@ -6,7 +6,6 @@ Cards onetrans and hyformer split the history into two windows, so the encoder's
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from auto_research.blocks.request_encoder import CONTEXT_FIELDS, RequestEncoder
@@ -16,16 +15,16 @@ from auto_research.data.requests import RequestBatch
 CLOCKS = ("age", "gap")
 
 
-def window_events(encoder: RequestEncoder, window: EventWindow, vectors: Tensor, clock: str = "age") -> Tensor:
+def window_events(encoder: RequestEncoder, window: EventWindow, clock: str = "age") -> Tensor:
     """Events [R, L, 3w] of a window: item, genres, rating, and the clock's log2 bucket.
 
-    vectors: `encoder.item_vectors()`.  clock: 'age' before the request, or 'gap' to the user's previous event, which
-    does not change from request to request.
+    clock: 'age' before the request, or 'gap' to the user's previous event, which does not change from request to
+    request.
     """
     if clock not in CLOCKS:
         raise ValueError(f"unknown clock {clock!r}; known: {', '.join(CLOCKS)}")
     seconds = encoder.event_age(window.age if clock == "age" else window.gap)
-    return torch.cat([F.embedding(window.item, vectors), encoder.rating(window.rating), seconds], dim=2)
+    return torch.cat([encoder.look_up(window.item), encoder.rating(window.rating), seconds], dim=2)
 
 
 def request_fields(encoder: RequestEncoder, batch: RequestBatch) -> Tensor:

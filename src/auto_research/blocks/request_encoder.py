@@ -51,7 +51,29 @@ def embedding(rows: int, width: int, padding: bool = False) -> nn.Embedding:
     return table
 
 
-class RequestEncoder(nn.Module):
+class ItemTables(nn.Module):
+    """Item vectors [item w; genres w] of a module with `item` (a table), `genres` (a Linear) and `item_genres`."""
+
+    def item_vectors(self) -> Tensor:
+        """Of the whole vocabulary, [n_items + 1, 2w]."""
+        return torch.cat([self.item.weight, self.genres(self.item_genres)], dim=1)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Of these items alone, [..] -> [.., 2w]."""
+        return torch.cat([self.item(ids), self.genres(self.item_genres[ids])], dim=-1)
+
+    def few(self, ids: Tensor) -> bool:
+        """Whether projecting these items is cheaper than projecting the vocabulary and looking them up."""
+        return ids.numel() < len(self.item_genres)
+
+    def look_up(self, ids: Tensor, vectors: Tensor | None = None) -> Tensor:
+        """[..] -> [.., 2w], from `vectors` (`item_vectors()`) where given, else the cheaper way."""
+        if vectors is None and self.few(ids):
+            return self.rows(ids)
+        return F.embedding(ids, self.item_vectors() if vectors is None else vectors)
+
+
+class RequestEncoder(ItemTables):
     """Embeds a `RequestBatch`.
 
     Parameters
@@ -101,28 +123,23 @@ class RequestEncoder(nn.Module):
     def event_width(self) -> int:
         return 3 * self.field
 
-    def item_vectors(self) -> Tensor:
-        """[item; genres] of the whole vocabulary, [n_items + 1, 2w]: one look-up serves events and candidates."""
-        return torch.cat([self.item.weight, self.genres(self.item_genres)], dim=1)
-
     def request(self, batch: RequestBatch, vectors: Tensor | None = None) -> RequestFeatures:
-        vectors = self.item_vectors() if vectors is None else vectors
         of = [self.tables[name](getattr(batch, name)) for name in self.user_fields]
-        user = torch.cat(of, dim=1) if of else vectors.new_zeros((len(batch.hour), 0))
+        user = torch.cat(of, dim=1) if of else self.item.weight.new_zeros((len(batch.hour), 0))
         context = torch.cat([self.tables[name](getattr(batch, name)) for name in CONTEXT_FIELDS], dim=1)
         events = torch.cat(
-            [F.embedding(batch.hist_item, vectors), self.rating(batch.hist_rating), self.event_age(batch.hist_age)],
+            [self.look_up(batch.hist_item, vectors), self.rating(batch.hist_rating), self.event_age(batch.hist_age)],
             dim=2,
         )  # (R, L, 3w)
         return RequestFeatures(user, context, self.user_statistics(batch.user_stats), events, batch.hist_mask)
 
     def pairs(self, batch: RequestBatch, vectors: Tensor | None = None) -> PairFeatures:
-        vectors = self.item_vectors() if vectors is None else vectors
-        item = F.embedding(batch.item, vectors)  # (P, 2w)
+        item = self.look_up(batch.item, vectors)  # (P, 2w)
         candidate = torch.cat([item, self.decade(batch.decade), self.popularity(batch.popularity)], dim=1)
         key = torch.cat([item, self.key_constant.expand(len(item), -1)], dim=1)
         return PairFeatures(candidate, key, self.cross(batch.cross))
 
     def forward(self, batch: RequestBatch) -> tuple[RequestFeatures, PairFeatures]:
-        vectors = self.item_vectors()
+        many = not (self.few(batch.hist_item) or self.few(batch.item))
+        vectors = self.item_vectors() if many else None  # one projection serves events and candidates
         return self.request(batch, vectors), self.pairs(batch, vectors)
