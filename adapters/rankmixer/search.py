@@ -18,7 +18,7 @@ from torch import nn
 from adapters.rankmixer.model import RankMixer, RankMixerConfig
 from adapters.rankmixer.search_scoring import ThreeViews, evaluate_split, floor_metrics
 from adapters.rankmixer.search_split import TABLE, prepare
-from auto_research.baselines import bias, gbdt
+from auto_research.baselines import bias, gbdt, popularity
 from auto_research.baselines.prefix import RECENT
 from auto_research.data.requests import RequestBatch, RequestTable
 from auto_research.evaluate.ctr import Scorer, model_scorer, rated_batches, rated_metrics, score_rated
@@ -260,24 +260,18 @@ def floors(config: dict, dev: Path, unseal: Callable[[], Path]) -> dict:
     table = development_table(config, dev)
     seed = config["run_seed"]
     validation = rated_batches(table, "valid", history=RECENT)
-    biases = [bias.bias_scorer(table, trial["pseudo_rows"]) for trial in bias.TRIALS]
-    rows = gbdt.training_rows(table, config["host"]["negatives"], seed)
+    negatives = config["host"]["negatives"]
+    biases = [bias.bias_scorer(table, trial["pseudo_rows"], negatives) for trial in bias.TRIALS]
+    rows = gbdt.training_rows(table, negatives, seed)
     trees = [gbdt.gbdt_scorer(rows, trial, seed, table.item_genres) for trial in gbdt.TRIALS]
 
     def best(scorers: list) -> Scorer:
         return max(scorers, key=lambda scorer: rated_metrics(score_rated(scorer, validation))["auc"])
 
-    scorers = {"popularity": popularity_scorer, "bias": best(biases), "gbdt": best(trees)}
+    scorers = {"popularity": popularity.popularity_scorer(table, negatives), "bias": best(biases), "gbdt": best(trees)}
     users = config["evaluation_users"]
     result = {name: {"validation": floor_metrics(scorer, table, "valid", users)} for name, scorer in scorers.items()}
     sealed = _restricted(RequestTable.load(unseal() / TABLE), config)
     for name, scorer in scorers.items():
         result[name]["test"] = floor_metrics(scorer, sealed, "test", users)
     return result
-
-
-def popularity_scorer(batch: RequestBatch) -> np.ndarray:
-    """engage by earlier train rows of the item, like by its smoothed like-rate; logits [P, 3]."""
-    count, rate = batch.popularity.double().numpy().T
-    like = np.log(rate) - np.log1p(-rate)
-    return np.column_stack([count, like, like])

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from auto_research.baselines.prefix import measure_scorer
-from auto_research.data.requests import RequestBatch
+from auto_research.baselines.prefix import engage_logit, measure_scorer
+from auto_research.data.requests import RequestBatch, RequestTable
+from auto_research.evaluate.ctr import Scorer
 from auto_research.evaluate.next_item import Measure, measure_next_item
 from auto_research.experiment.contract import Measurement
 from auto_research.train.ctr import RequestBudget, load_requests
@@ -28,16 +29,21 @@ def run(ctx: Context, *, device: torch.device, measure: Measure = measure_next_i
     return measure(lambda split, positions: np.tile(counts, (len(positions), 1)), sequences)
 
 
-def run_requests(ctx: Context, *, device: torch.device, **overrides: Any) -> Measurement:
-    """Request table: engage by the item's number of earlier train rows, like by its smoothed like-rate.
+def popularity_scorer(table: RequestTable, negatives: int) -> Scorer:
+    """engage by the item's number of earlier train rows, like by its smoothed like-rate; logits [P, 3].
 
     Both are the batch's prefix popularity, so they are as of the request's time.
     """
-    table = load_requests(ctx)
 
     def score(batch: RequestBatch) -> np.ndarray:
         count, rate = batch.popularity.double().cpu().numpy().T  # log1p(count), (likes + 1) / (n + 2)
         like = np.log(rate) - np.log1p(-rate)
-        return np.column_stack([count, like, like])
+        return np.column_stack([engage_logit(count, table, negatives), like, like])
 
-    return measure_scorer(ctx, score, table, RequestBudget.of(ctx.budget, **overrides), device)
+    return score
+
+
+def run_requests(ctx: Context, *, device: torch.device, **overrides: Any) -> Measurement:
+    """Request table: `popularity_scorer`. Nothing is trained."""
+    table, budget = load_requests(ctx), RequestBudget.of(ctx.budget, **overrides)
+    return measure_scorer(ctx, popularity_scorer(table, budget.negatives), table, budget, device)

@@ -47,6 +47,16 @@ def recent_ratings(batch: RequestBatch) -> np.ndarray:
     return np.column_stack([mean(rating, 1), mean(rating, 5), mean(rating, RECENT), mean(liked, 10, (1.0, 2.0))])
 
 
+def engage_logit(count: np.ndarray, table: RequestTable, negatives: int) -> np.ndarray:
+    """Log-odds that a pair is an event and not one of `negatives` uniform items drawn for every event of training.
+
+    count: log(1 + rows of the item), any shape. With the count itself as a logit every well-known item would be certain,
+    and the joint score of the catalogue would rank by the like-rate alone.
+    """
+    expected = negatives * len(table.train_rows()) / table.interactions.n_items
+    return count - np.log(expected)
+
+
 def measure_scorer(
     ctx: Context,
     score: Scorer,

@@ -11,11 +11,13 @@ from auto_research.baselines.bias import bias_scorer, smoothed_logit
 from auto_research.baselines.dcnv2 import DCNv2, matched_hidden
 from auto_research.baselines.ease import ease_weights
 from auto_research.baselines.itemknn import cosine_neighbours
-from auto_research.baselines.prefix import feature_columns, recent_ratings
+from auto_research.baselines.popularity import popularity_scorer
+from auto_research.baselines.prefix import engage_logit, feature_columns, recent_ratings
 from auto_research.baselines.registry import BASELINES, baseline
 from auto_research.baselines.sasrec import SASRec
 from auto_research.blocks.causal_transformer import TransformerConfig
 from auto_research.data.requests import RequestTable
+from auto_research.evaluate.ctr import measure_requests
 from auto_research.runtime.errors import UnknownName
 
 CPU = torch.device("cpu")
@@ -57,12 +59,27 @@ def test_smoothed_logit_by_hand():
 
 def test_bias_reads_train_rows_only(table):
     batch = table.batch(table.requests("test")[:20], history=1)
-    before = bias_scorer(table, 5.0)(batch)
+    before = bias_scorer(table, 5.0, 3)(batch)
     data = table.interactions
     rating = data.rating.copy()
     rating[~table.index.train_row] = 1.0
     other = RequestTable(data.edited(rating=rating))
-    assert np.array_equal(before, bias_scorer(other, 5.0)(batch))
+    assert np.array_equal(before, bias_scorer(other, 5.0, 3)(batch))
+
+
+def test_engage_logit_by_hand(table):
+    """At the odds of training: with 3 negatives an event, an item drawn as often as it was an event has logit 0."""
+    expected = 3 * len(table.train_rows()) / table.interactions.n_items
+    assert engage_logit(np.log(np.array([expected, 2 * expected])), table, 3) == pytest.approx([0.0, np.log(2)])
+
+
+def test_the_popularity_floor_lists_popular_items(movielens_100k):
+    whole = RequestTable.load(movielens_100k / "requests")
+    table = whole.restrict(150)
+    measured = measure_requests(
+        popularity_scorer(table, 3), table, device=CPU, history=1, chunk=table.interactions.n_items
+    )
+    assert measured.metrics["head_share@10"] > 0.95
 
 
 def test_recent_ratings_by_hand(table):
