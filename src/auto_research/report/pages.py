@@ -140,12 +140,12 @@ def results_page(results: list[dict[str, Any]]) -> str:
             arms_table(result),
         ]
     for group in boards(results):
-        rows = leaderboard(of_board(results, group), protocol=group.protocol)
+        rows = _floors_once(leaderboard(of_board(results, group), protocol=group.protocol))
         names = [row["metric"] for row in rows[:1]]
         cells = [
             [
                 str(i + 1),
-                f"`{r['adapter']}`",
+                ", ".join(f"`{adapter}`" for adapter in r["adapters"]),
                 f"`{r['arm']}`",
                 r["role"],
                 str(r["seeds"]),
@@ -159,6 +159,16 @@ def results_page(results: list[dict[str, Any]]) -> str:
             table(["rank", "adapter", "arm", "role", "seeds", *names, "95% interval"], cells, left=4),
         ]
     return "\n\n".join([*parts, *_minutes(results)]) + "\n"
+
+
+def _floors_once(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of a leaderboard with `adapters`; the same floor with the same number in several adapters is one row."""
+    merged: dict[Any, dict[str, Any]] = {}
+    for row in rows:
+        floor = row["role"] == "floor"
+        same = (row["arm"], row["mean"], row["seeds"]) if floor else (row["adapter"], row["arm"])
+        merged.setdefault((floor, *same), {**row, "adapters": []})["adapters"].append(row["adapter"])
+    return list(merged.values())
 
 
 def _minutes(results: list[dict[str, Any]]) -> list[str]:

@@ -57,6 +57,16 @@ def test_leaderboard_ranks_floors_and_losers_too(result):
     assert "| 12.3 | 20.0 |" in results_page([result | minutes | {"file": "din.json"}])
 
 
+def test_the_same_floor_of_several_adapters_is_one_row(result):
+    other = copy.deepcopy(result) | {"adapter": "din2"}
+    text = results_page([result | {"file": "a.json"}, other | {"file": "b.json"}])
+    assert "| `din`, `din2` | `bias` | floor |" in text
+    assert "| `din2` | `din_full` |" in text
+    other["arms"]["bias"]["metrics"]["auc"]["mean"] -= 0.01
+    text = results_page([result | {"file": "a.json"}, other | {"file": "b.json"}])
+    assert "| `din2` | `bias` | floor |" in text
+
+
 def test_only_equal_protocols_share_a_leaderboard(result):
     other = copy.deepcopy(result)
     for name, how in {"bias": "request table", "lost": "split over users", "din_full": "request table"}.items():
