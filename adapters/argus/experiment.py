@@ -34,7 +34,7 @@ from auto_research.runtime.devices import device_for
 from auto_research.runtime.seeds import seed_everything
 from auto_research.train.fitting import FitBudget, fit_model, load_split, settings
 from auto_research.train.next_item import BETAS
-from auto_research.train.optimizer import AdamW, adamw
+from auto_research.train.optimizer import AdamW
 from auto_research.train.state import StateFolder
 from auto_research.train.tuning import Trained, best_of_trials
 
@@ -72,7 +72,6 @@ class Trainer:
     def pretrain(self, model: Argus, hyperparameters: dict, state: StateFolder, **budget: Any) -> Trained:
         """L_NIP + L_FP over all train positions."""
         observed = budget.pop("observed", True)
-        decay = hyperparameters.get("weight_decay", 0.0)
         return fit_model(
             self.ctx,
             model,
@@ -84,7 +83,7 @@ class Trainer:
             validate=self.validation,
             key="ndcg@10" if model.config.nip else "feedback_ne",
             higher_is_better=model.config.nip,
-            optimizer=adamw(model, hyperparameters["learning_rate"], decay, betas=BETAS),
+            betas=BETAS,
             observed=observed,
         )
 

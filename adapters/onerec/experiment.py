@@ -29,8 +29,7 @@ from auto_research.runtime.devices import device_for
 from auto_research.runtime.files import read_json, write_json
 from auto_research.runtime.seeds import seed_everything, torch_generator
 from auto_research.train.fitting import FitBudget, fit_model, settings
-from auto_research.train.next_item import EpochWindows, NextItemBudget, next_item_loss
-from auto_research.train.optimizer import adamw
+from auto_research.train.next_item import BETAS, EpochWindows, NextItemBudget, next_item_loss
 from auto_research.train.state import StateFolder
 from auto_research.train.tuning import Trained, best_of_trials
 
@@ -243,9 +242,7 @@ def sasrec(ctx: Context) -> Measurement:
             loss=next_item_loss,
             validate=lambda _: validation_metrics(lister, data),
             key="ndcg@10",
-            optimizer=adamw(
-                model, hyperparameters["learning_rate"], hyperparameters.get("weight_decay", 0.0), betas=(0.9, 0.98)
-            ),
+            betas=BETAS,
         )
 
     best, trials = best_of_trials(ctx, run, "ndcg@10", trials=recipe["trials"])

@@ -26,6 +26,7 @@ from auto_research.evaluate.serving import CANDIDATES, TIMED, candidates_of, ser
 from auto_research.experiment.context import Context
 from auto_research.experiment.contract import Experiment, Measurement
 from auto_research.experiment.studies import study
+from auto_research.metrics.cost import saved_bytes
 from auto_research.runtime.devices import device_for, synchronize
 from auto_research.runtime.seeds import stable_rng
 from auto_research.train.ctr import RequestBudget, load_requests, train_ctr, training_loss
@@ -77,29 +78,13 @@ def request_cost(
     for count in counts:
         batch = candidates_of(table, count, history=history, device=device)
         for name, rank in paths.items():
-            sizes[name].append((count, activation_bytes(model, partial(rank, batch))))
+            sizes[name].append((count, saved_bytes(partial(rank, batch), without=model)))
     studies["activation_bytes"] = study("candidates of a request", "bytes kept for the backward pass", sizes)
     largest = candidates_of(table, counts[-1], history=history, device=device)
     with torch.no_grad():
         difference = float((model(largest) - model.broadcast(largest)).abs().max())
     efficiency = {"broadcast_difference": difference} | step_ms(model, table, device=device, ctx=ctx, paths=paths)
     return {"studies": studies, "efficiency": efficiency}
-
-
-def activation_bytes(model: nn.Module, fn: Callable[[], object]) -> int:
-    """Bytes that autograd keeps for the backward pass of fn(), parameters left out; every storage counts once."""
-    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept = {}  # storages stay alive, so no address is used twice
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = storage
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        fn()
-    return sum(storage.nbytes() for storage in kept.values())
 
 
 def step_ms(model: nn.Module, table: RequestTable, *, device: torch.device, ctx: Context, paths: dict) -> dict:

@@ -93,9 +93,8 @@ def rqkmeans_ids(ctx: Context) -> None:
 # Generators ---------------------------------------------------------------------------------------------------------
 
 
-def list_entropy(ctx: Context) -> Callable[[Lists], dict[str, np.ndarray]]:
-    """Genre entropy of the first ten items."""
-    genres = load_interactions(ctx.data("canonical")).item_genres
+def list_entropy(genres: np.ndarray) -> Callable[[Lists], dict[str, np.ndarray]]:
+    """Genre entropy of the first ten items; genres float[n_items + 1, G]."""
     return lambda lists: {"topk_genre_entropy": genre_entropy(lists.items[:, :TOP_K], genres)}
 
 
@@ -108,7 +107,7 @@ def generate(ctx: Context) -> Measurement:
     """Train and measure a generator over the arm's codes."""
     device, table = device_for(ctx.device), codes_of(ctx)
     genres = load_interactions(ctx.data("canonical")).item_genres
-    measured, trained = tiger_baseline.train_generator(ctx, table, device=device, also=list_entropy(ctx))
+    measured, trained = tiger_baseline.train_generator(ctx, table, device=device, also=list_entropy(genres))
     sequences, budget = load_sequences(ctx), settings(SIDBudget, ctx)
     served = Served(trained.model.eval(), sequences, PrefixTrie.of(table, device), budget.length, device)
     measured.metrics |= code_facts(table, settings(TokenizerConfig, ctx).levels)
@@ -246,7 +245,8 @@ def cold_start_coarse(ctx: Context) -> Measurement:
 
 def further(ctx: Context) -> Measure:
     """The generators' metrics of lists, for scorers."""
-    return partial(measure_next_item, at=(5,), also=list_entropy(ctx))
+    genres = load_interactions(ctx.data("canonical")).item_genres
+    return partial(measure_next_item, at=(5,), also=list_entropy(genres))
 
 
 @experiment.arm

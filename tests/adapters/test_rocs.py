@@ -9,7 +9,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from adapters.rocs.dense import DenseROCS
-from adapters.rocs.experiment import activation_bytes
 from adapters.rocs.layers import MaskedLayer, ROCSConfig
 from adapters.rocs.model import REQUEST_SLOTS, ROCS, RequestInputs
 from adapters.rocs.towers import LateROCS, TwoTower
@@ -18,7 +17,7 @@ from auto_research.blocks.dropout import Dropout
 from auto_research.blocks.two_sided import bcast_linear, block_mask
 from auto_research.data.requests import RequestBatch
 from auto_research.evaluate.ctr import split_pairs
-from auto_research.metrics.cost import flops_of
+from auto_research.metrics.cost import flops_of, saved_bytes
 
 SMALL = ROCSConfig(width=8, layers=3, fm_hidden=12, head_hidden=10, heads=2, history=9, field=4, dropout=0.0)
 COUNTS = (1, 3, 17)
@@ -544,8 +543,8 @@ def test_dense_parameters_are_all_but_those_of_the_input(table, kind):
 
 def test_activation_bytes_leave_parameters_out():
     layer, x = torch.nn.Linear(8, 16), torch.ones(4, 8, requires_grad=True)
-    weight_and_input = activation_bytes(torch.nn.Identity(), lambda: layer(x))
-    assert weight_and_input - activation_bytes(layer, lambda: layer(x)) == 4 * 8 * 16
+    weight_and_input = saved_bytes(lambda: layer(x))
+    assert weight_and_input - saved_bytes(lambda: layer(x), without=layer) == 4 * 8 * 16
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -29,7 +29,6 @@ from auto_research.train.next_item import (
     next_item_loss,
     train_next_item,
 )
-from auto_research.train.optimizer import adamw
 from auto_research.train.state import StateFolder
 from auto_research.train.tuning import Trained
 
@@ -94,11 +93,9 @@ def fit_split(
     settings = {**SIZES, **RECIPE, **overrides}
     budget = NextItemBudget.of(settings)
     model = SASRec(sequences.n_items, budget.length, TransformerConfig(**{name: settings[name] for name in SIZES}))
-    model.to(device)
-    rate, decay = hyperparameters["learning_rate"], hyperparameters.get("weight_decay", 0.0)
     return fit_model(
         ctx,
-        model,
+        model.to(device),
         hyperparameters,
         state,
         budget=FitBudget.of(vars(budget)),
@@ -106,7 +103,7 @@ def fit_split(
         loss=next_item_loss,
         validate=validate,
         key=key,
-        optimizer=adamw(model, rate, decay, betas=BETAS),
+        betas=BETAS,
     )
 
 

@@ -163,8 +163,9 @@ def fused_scores(unit, events: Tensor, mask: Tensor, key: Tensor, request_of: Te
 
 
 class _Scores(torch.autograd.Function):
-    """Inputs after unit, whether gradients are wanted (here grad mode is always off), and request_of: mask [R, L], events [R, L, d], key [P, d], event and product weights
-    [d, h1], the per-pair row key W23 + b [P, h1], alpha1 [h1], W2 [h1, h2], b2, alpha2 [h2], w3 [h2, 1], b3 [1]."""
+    """Inputs after unit, graded (the caller's grad mode; in here it is always off) and request_of: mask [R, L],
+    events [R, L, d], key [P, d], event and product weights [d, h1], the per-pair row key W23 + b [P, h1], alpha1 [h1],
+    W2 [h1, h2], b2, alpha2 [h2], w3 [h2, 1], b3 [1]."""
 
     @staticmethod
     def forward(

@@ -64,23 +64,26 @@ def flops_of(fn: Callable[[], object]) -> int:
     return int(counter.total)
 
 
-def saved_bytes(fn: Callable[[], object]) -> int:
-    """Bytes of the tensors that autograd keeps for backward while fn() runs; every storage counts once."""
+def saved_bytes(fn: Callable[[], object], without: torch.nn.Module | None = None) -> int:
+    """Bytes of the tensors that autograd keeps for backward while fn() runs; every storage counts once.
+
+    without: a model whose parameters do not count.
+    """
     import torch
 
-    seen: dict[int, int] = {}
-    kept = []  # storages stay alive, so no address is used twice
+    left_out = {p.untyped_storage().data_ptr() for p in without.parameters()} if without is not None else set()
+    kept: dict[int, torch.UntypedStorage] = {}  # storages stay alive, so no address is used twice
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        seen[storage.data_ptr()] = storage.nbytes()
-        kept.append(storage)
+        if storage.data_ptr() not in left_out:
+            kept[storage.data_ptr()] = storage
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         result = fn()
     del result
-    return sum(seen.values())
+    return sum(storage.nbytes() for storage in kept.values())
 
 
 class Stopwatch:

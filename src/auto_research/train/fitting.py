@@ -77,12 +77,13 @@ def fit_model(
     key: str,
     higher_is_better: bool = True,
     optimizer: torch.optim.Optimizer | None = None,
+    betas: tuple[float, float] = (0.9, 0.999),
     observed: bool = True,
 ) -> Trained:
     """Train `model`, already on its device and seeded for, to its best epoch by validation `key`.
 
-    batches, loss, validate: as `train.loop.fit`.  optimizer: default AdamW with the trial's learning_rate and
-    weight_decay; the rate is warmed up and falls along a half cosine over the planned steps.  observed: False for models
+    batches, loss, validate: as `train.loop.fit`.  optimizer: default AdamW with the trial's learning_rate, its
+    weight_decay and `betas`; the rate is warmed up and falls along a half cosine over the planned steps.  observed: False for models
     beside the arm's own.
     """
 
@@ -90,7 +91,9 @@ def fit_model(
         if observed:
             ctx.observe("step", model=model, step=step)
 
-    optimizer = optimizer or adamw(model, hyperparameters["learning_rate"], hyperparameters.get("weight_decay", 0.0))
+    if optimizer is None:
+        rate, decay = hyperparameters["learning_rate"], hyperparameters.get("weight_decay", 0.0)
+        optimizer = adamw(model, rate, decay, betas=betas)
     plan = Plan(
         budget.epochs,
         budget.steps,
