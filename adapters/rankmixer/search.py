@@ -189,14 +189,19 @@ def train(request: TrialRequest, table: RequestTable, device: torch.device) -> t
 
 
 def accumulated_loss(model: nn.Module, parts: list[RequestBatch]) -> torch.Tensor:
-    """Mean loss over micro-batches weighted by their requests; all but the last are already propagated."""
-    requests = [len(part.hour) for part in parts]
-    done = torch.zeros((), device=parts[0].like.device)
-    for part, count in zip(parts[:-1], requests[:-1], strict=True):
-        value = training_loss(model, part) * (count / sum(requests))
+    """Loss of the whole batch from its micro-batches; all but the last are already propagated.
+
+    The losses are means over pairs and over rated items; a batch has 1 + negatives pairs a rated item, so that rated
+    items are the weights of both.
+    """
+    rated = torch.stack([part.rated.sum() for part in parts])
+    *first, last = rated / rated.sum()  # on the device: no synchronisation
+    done = torch.zeros((), device=rated.device)
+    for part, share in zip(parts[:-1], first, strict=True):
+        value = training_loss(model, part) * share
         value.backward()
         done = done + value.detach()
-    return training_loss(model, parts[-1]) * (requests[-1] / sum(requests)) + done
+    return training_loss(model, parts[-1]) * last + done
 
 
 def measured(

@@ -154,7 +154,9 @@ class TopKMoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         p = torch.softmax(self.router(x), dim=2)  # (T, P, E)
-        chosen = p >= p.topk(self.k, dim=2).values[:, :, -1:]
+        chosen = torch.zeros_like(p, dtype=torch.bool).scatter_(
+            2, p.topk(self.k, dim=2).indices, True
+        )  # k also at ties
         gates = p * chosen
         if self.training:
             share = chosen.float().mean(dim=1) / self.k  # (T, E)
