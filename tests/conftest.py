@@ -11,7 +11,9 @@ from filelock import FileLock
 from hypothesis import settings
 
 from auto_research.blocks.title_encoder import CHECKPOINT, ENCODED, prepare_encoded
+from auto_research.data.checkpoints import fetch_checkpoint
 from auto_research.data.prepare import prepare_all
+from auto_research.experiment.layout import CHECKPOINTS
 
 # a busy machine is slow, not wrong
 settings.register_profile("project", deadline=None)
@@ -46,4 +48,18 @@ def movielens_100k(dataset_dir: Path) -> Path:
             for table in ENCODED:
                 prepare_encoded(table, folder / "canonical", folder / table, checkpoint, dataset_dir)
             (folder / "complete").touch()
+    return folder
+
+
+@pytest.fixture(scope="session")
+def causal_lm(dataset_dir: Path) -> Path:
+    """Folder of the real pretrained language model, made once per state of the code that makes it. Read only."""
+    code = hashlib.sha256()
+    for path in (ROOT / "src/auto_research/data/checkpoints.py", ROOT / "config/checkpoints.yaml"):
+        code.update(path.read_bytes())
+    folder = dataset_dir / "prepared" / f"{CHECKPOINTS['causal_lm']}-{code.hexdigest()[:12]}"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if not (folder / "manifest.json").is_file():
+            fetch_checkpoint(CHECKPOINTS["causal_lm"], folder, dataset_dir)
     return folder

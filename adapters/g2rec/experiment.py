@@ -32,6 +32,7 @@ from adapters.g2rec.model import G2Rec, G2RecConfig
 from auto_research.baselines import ease as ease_baseline
 from auto_research.baselines import itemknn as itemknn_baseline
 from auto_research.baselines import sasrec as sasrec_baseline
+from auto_research.blocks.causal_lm import load_layers
 from auto_research.blocks.semantic_ids import require_hash
 from auto_research.data.item_vectors import item_cf_vectors
 from auto_research.data.sequences import LeaveTwoOut
@@ -149,7 +150,11 @@ class Trainer:
         self.text = torch.from_numpy(load_text_vectors(ctx.data("texts")))
 
     def build(self, config: G2RecConfig) -> G2Rec:
-        return G2Rec(config, torch.from_numpy(self.profiles), self.text)
+        lm = None
+        if config.backbone == "causal_lm":
+            dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+            lm = load_layers(self.ctx.data("causal_lm"), config.lm_layers, dtype)
+        return G2Rec(config, torch.from_numpy(self.profiles), self.text, lm)
 
     def batches(self, epoch: int) -> EpochWindows:
         return EpochWindows(self.sequences, self.windows, self.ctx.seed, epoch, self.device)
@@ -311,3 +316,18 @@ def g2rec_lambda0(ctx: Context) -> Measurement:
 @experiment.arm
 def g2rec(ctx: Context) -> Measurement:
     return train(ctx, device_for(ctx.device))
+
+
+@experiment.arm
+def g2rec_smollm2(ctx: Context) -> Measurement:
+    device = device_for(ctx.device)
+    measured = train(ctx, device)
+    checkpoint = read_json(ctx.data("causal_lm") / "manifest.json")
+    source = checkpoint["source"]
+    measured.extra["language_model"] = {"checkpoint": checkpoint["checkpoint"], "source": source["name"]}
+    depth = ctx.budget.get("lm_layers")
+    notes = [f"the first {depth} layers" if depth else "all layers", f"of {checkpoint['checkpoint']}"]
+    if "dequantised_from" in source:
+        notes.append(f"dequantised from {source['dequantised_from']}")
+    measured.notes.append(f"Backbone: {' '.join(notes)}.")
+    return measured

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from auto_research.blocks.causal_lm import LanguageModelTrunk
 from auto_research.blocks.causal_transformer import CausalTransformer, TransformerConfig
 from auto_research.blocks.dropout import Dropout
 from auto_research.blocks.softmax_loss import linear_cross_entropy
@@ -37,6 +38,8 @@ class G2RecConfig:
     interest: "token" (x_t, y_t), "none" (x_t), "repeat" (x_t twice), "sum" (one token x_t + y_t; as it shows y_t, the
         profile of item t is predicted one token earlier).
     prototypes: "recomputed" from the item table in every pass, or "free" parameters.
+    backbone: "decoder", trained from scratch, or "causal_lm", the first lm_layers (None: all) layers of a pretrained
+        language model with LoRA of rank lora_rank and scale lora_alpha / lora_rank.
     """
 
     width: int = 96
@@ -47,8 +50,14 @@ class G2RecConfig:
     interest: str = "token"
     prototypes: str = "recomputed"
     weight: float = 1.0
+    backbone: str = "decoder"
+    lm_layers: int | None = None
+    lora_rank: int = 8
+    lora_alpha: float = 16.0
 
     def __post_init__(self) -> None:
+        if self.backbone not in ("decoder", "causal_lm"):
+            raise ValueError(f"unknown backbone {self.backbone!r}")
         if self.interest not in INTERESTS or self.prototypes not in ("recomputed", "free"):
             raise ValueError(f"unknown interest {self.interest!r} or prototypes {self.prototypes!r}")
 
@@ -79,10 +88,11 @@ def prototypes_of(profiles: Tensor, items: Tensor) -> Tensor:
 class G2Rec(nn.Module):
     """items int64[B, L], left-padded with 0 -> states [B, L, D] that predict what follows each item.
 
-    profiles: float[I + 1, C], row 0 zero.  text: float[I + 1, T] frozen vectors, or None.
+    profiles: float[I + 1, C], row 0 zero.  text: float[I + 1, T] frozen vectors, or None.  lm: `load_layers` of the
+    backbone "causal_lm".
     """
 
-    def __init__(self, config: G2RecConfig, profiles: Tensor, text: Tensor | None = None):
+    def __init__(self, config: G2RecConfig, profiles: Tensor, text: Tensor | None = None, lm: nn.Module | None = None):
         super().__init__()
         self.config, width = config, config.width
         self.item = nn.Embedding(len(profiles), width, padding_idx=0)
@@ -97,7 +107,11 @@ class G2Rec(nn.Module):
         if text is not None:
             self.register_buffer("texts", text.float(), persistent=False)
             self.text = nn.Linear(text.shape[1], width, bias=False)
-        self.trunk = CausalTransformer(TransformerConfig(width, config.heads, config.layers, dropout=config.dropout))
+        if config.backbone == "causal_lm":
+            self.trunk = LanguageModelTrunk(width, lm, config.lora_rank, config.lora_alpha)
+        else:
+            sizes = TransformerConfig(width, config.heads, config.layers, dropout=config.dropout)
+            self.trunk = CausalTransformer(sizes)
         self.dropout = Dropout(config.dropout)
         self.free = None
         if config.prototypes == "free":

@@ -27,7 +27,6 @@ from auto_research.data.requests import RequestBatch
 
 TASKS = 3  # engage, like, love
 SUMMARIES = 3
-NUMERIC_GAIN = 0.2
 
 
 @dataclass(frozen=True)
@@ -101,13 +100,6 @@ class RequestState(NamedTuple):
     cache: Any
 
 
-def numeric_norm(field: int) -> nn.RMSNorm:
-    """Norm of a numeric field [B, w]: raw, such a field is twenty times as large as an id at the start and drowns it."""
-    norm = nn.RMSNorm(field)
-    nn.init.constant_(norm.weight, NUMERIC_GAIN)
-    return norm
-
-
 class RankerInput(nn.Module):
     """RequestBatch -> input vector e [P, E] in semantic order; E = 224 + 3 * 48 = 368 at the defaults."""
 
@@ -115,7 +107,6 @@ class RankerInput(nn.Module):
         super().__init__()
         self.encoder = RequestEncoder(vocab, item_genres, field=config.field)
         encoder, slot = self.encoder, SEQUENCE_SUMMARIES[config.seq_summary]
-        self.statistics, self.popularity, self.cross = (numeric_norm(config.field) for _ in range(3))
         sizes = {"longest": config.history, "unit_hidden": tuple(config.unit_hidden)}
         self.summary = slot(encoder.event_width, encoder.user_width, config.width, **sizes)
         self.width = encoder.request_width + encoder.pair_width + SUMMARIES * encoder.event_width
@@ -125,15 +116,12 @@ class RankerInput(nn.Module):
     def prepare(self, batch: RequestBatch) -> RequestState:
         r = self.encoder.request(batch)
         vectors, cache = self.summary.prepare(r.events, r.mask, r.user)  # (R, m, 48)
-        fields = [r.user, r.context, self.statistics(r.statistics)]
-        return RequestState(torch.cat([*fields, vectors.flatten(1)], dim=1), cache)
+        return RequestState(torch.cat([r.flat(), vectors.flatten(1)], dim=1), cache)
 
     def score(self, state: RequestState, batch: RequestBatch) -> Tensor:
         p = self.encoder.pairs(batch)
         vectors = self.summary.score(state.cache, p.key, batch.request_of)  # (P, 3 - m, 48)
-        ids, popularity = p.candidate[:, : -self.encoder.field], p.candidate[:, -self.encoder.field :]
-        numbers = [self.popularity(popularity), self.cross(p.cross)]
-        e = torch.cat([state.flat[batch.request_of], vectors.flatten(1), ids, *numbers], dim=1)  # (P, E)
+        e = torch.cat([state.flat[batch.request_of], vectors.flatten(1), p.candidate, p.cross], dim=1)  # (P, E)
         return self.dropout(e)
 
 
@@ -145,7 +133,6 @@ class Tokenizer(nn.Module):
         self.tokens, self.piece = tokens, -(-inputs // tokens)
         self.padding = self.tokens * self.piece - inputs
         self.weight, self.bias = private_linear(1 if shared else tokens, self.piece, width)
-        nn.init.zeros_(self.bias)  # else five times as large as what the ids bring
 
     def forward(self, e: Tensor) -> Tensor:
         pieces = F.pad(e, (0, self.padding)).reshape(len(e), self.tokens, self.piece).transpose(0, 1)  # (T, P, c)

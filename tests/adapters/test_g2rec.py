@@ -31,6 +31,7 @@ from adapters.g2rec.graph import (
     window_graph,
 )
 from adapters.g2rec.model import G2Rec, G2RecConfig, prototypes_of, to_right
+from auto_research.blocks.causal_lm import load_layers
 from auto_research.blocks.residual_kmeans import mutual_information
 from auto_research.data.item_vectors import item_cf_vectors
 from auto_research.data.sequences import LeaveTwoOut
@@ -411,6 +412,51 @@ def test_other_sequences_are_causal_and_learn(switches):
     model.train()
     model.training_loss(WindowBatch(ROWS, TARGET)).backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
+
+
+@pytest.fixture
+def with_language_model(causal_lm):
+    torch.manual_seed(0)
+    config = replace(CONFIG, backbone="causal_lm", lm_layers=1)
+    model = G2Rec(config, memberships(), lm=load_layers(causal_lm, 1)).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.requires_grad:
+                p.add_(torch.randn_like(p) * 0.1)
+        model.item.weight[0] = 0
+    return model
+
+
+def test_a_language_model_reads_the_same_sequence(with_language_model):
+    """Visibility and padding as with the decoder: the backbone is all that differs."""
+    model = with_language_model
+    with torch.no_grad():
+        padded, plain = model(ROWS[:1]), model(ROWS[:1, 2:])
+        assert torch.allclose(padded[:, 2:], plain, atol=1e-4)
+        tables = model.tables()
+        states = model.read(ROWS[1:], tables)
+        changed = tables.interests.clone()
+        changed[7] += torch.randn(16)  # the third item of the row
+        other = model.read(ROWS[1:], tables._replace(interests=changed))
+        assert torch.allclose(states[0, :6], other[0, :6], atol=1e-5)
+        assert not torch.allclose(states[0, 6], other[0, 6], atol=1e-3)
+
+
+def test_a_language_model_is_trained_through_lora_alone(with_language_model):
+    model = with_language_model
+    model.train()
+    model.training_loss(WindowBatch(ROWS, TARGET)).backward()
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+    assert frozen
+    assert all(name.startswith("trunk.layers.") and "lora" not in name for name in frozen)
+    learned = {name for name, p in model.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0}
+    assert learned == {name for name, _ in model.named_parameters()} - frozen
+    assert count_params(model) < 200_000 < count_params(model, trainable_only=False)
+
+
+def test_unknown_backbones_are_refused():
+    with pytest.raises(ValueError, match="backbone"):
+        G2RecConfig(backbone="llm")
 
 
 def test_the_item_only_arm_has_as_many_parameters():

@@ -162,17 +162,6 @@ def test_shared_tokenizer_gives_every_token_the_same_projection(table):
 # Effects of the ablations
 
 
-def test_numbers_do_not_drown_ids_at_the_start(table):
-    """Another id of the candidate moves the logits of a fresh model more than another popularity does."""
-    model = build(table, RankMixerConfig(history=9))
-    batch = table.score_batch(int(table.requests("test")[3]), np.arange(1, synthetic.ITEMS + 1), history=9)
-    before, order = logits(model, batch), torch.randperm(batch.pairs(), generator=torch.Generator().manual_seed(0))
-    by_popularity = (logits(model, replace(batch, popularity=batch.popularity[order])) - before).std()
-    with torch.no_grad():
-        model.input.encoder.item.weight[1:] = model.input.encoder.item.weight[1:][order]
-    assert (logits(model, batch) - before).std() > by_popularity
-
-
 def test_attention_weighs_tokens_by_their_content_and_the_shuffle_does_not():
     torch.manual_seed(0)
     x, y = torch.randn(2, 4, 5, 16)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from auto_research.audit.devices import folder_name, kind_of
 from auto_research.audit.selection import Selection, select, shard
 from auto_research.experiment.card import Card
+from auto_research.experiment.layout import Layout
 from auto_research.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -98,9 +99,9 @@ class AuditGraph:
         return self.dataset if self.dataset in card.datasets else card.dataset()
 
     def data_files(self, key: str) -> list[str]:
-        """Manifests of the prepared tables that the adapter reads."""
-        dataset = self.dataset_of(key)
-        return [f"results/data/{dataset}/{table}/manifest.json" for table in self.cards[key].facts["data"]["needs"]]
+        """Manifests of the prepared tables and pretrained models that the adapter reads."""
+        layout = Layout(key, self.tier, self.dataset_of(key))
+        return [str(layout.data(table) / "manifest.json") for table in self.cards[key].facts["data"]["needs"]]
 
     def fingerprint(self, key: str) -> str:
         """Changes when a rerun of the row could give another row: code, budgets, data set, and the card's evidence."""

@@ -15,6 +15,7 @@ from auto_research.audit.rows import is_pass
 from auto_research.audit.runner import Settings, audit_adapter, source_hash
 from auto_research.audit.selection import Selection, shard
 from auto_research.experiment.card import Card
+from auto_research.experiment.layout import CHECKPOINTS, Layout
 from auto_research.runtime.errors import AutoResearchError, describe_error
 from auto_research.runtime.files import read_json, write_json
 
@@ -91,26 +92,34 @@ def ordered(keys: Sequence[str], cards: Mapping[str, Card], durations: Mapping[s
 
 
 def prepare_data(cards: Sequence[Card], settings: Settings) -> None:
-    """Prepare the data sets that `cards` need and that are not there. A failure is printed; its rows will fail."""
-    wanted = {}
-    for card in cards:
-        for table in card.facts["data"]["needs"]:
-            wanted.setdefault(settings.dataset_of(card), set()).add(table)
-    for dataset, tables in sorted(wanted.items()):
-        folder = settings.data_root / dataset
-        missing = sorted(table for table in tables if not (folder / table / "manifest.json").is_file())
-        if not missing:
+    """Prepare what `cards` need and is not there. A failure is printed; its rows will fail."""
+    wanted = sorted({(settings.dataset_of(card), need) for card in cards for need in card.facts["data"]["needs"]})
+    for dataset, need in sorted(wanted, key=lambda pair: pair[1] != "canonical"):
+        folder = Layout("any", settings.tier, dataset, data_root=settings.data_root).data(need)
+        if (folder / "manifest.json").is_file():
             continue
-        from auto_research.data.prepare import prepare, prepare_table
-
         try:
-            if not (folder / "canonical" / "manifest.json").is_file():
-                prepare(dataset, folder / "canonical", settings.dataset_dir)
-            for table in missing:
-                if table != "canonical":
-                    prepare_table(folder / "canonical", table, folder / table)
+            _prepare(dataset, need, folder, settings)
         except (AutoResearchError, OSError) as error:
-            _say(f"data set {dataset}: {describe_error(error)[0]}")
+            _say(f"{need} of {dataset}: {describe_error(error)[0]}")
+
+
+def _prepare(dataset: str, need: str, folder: Path, settings: Settings) -> None:
+    from auto_research.blocks.title_encoder import CHECKPOINT, ENCODED, prepare_encoded
+    from auto_research.data.checkpoints import fetch_checkpoint
+    from auto_research.data.prepare import prepare, prepare_table
+
+    if need in CHECKPOINTS:
+        fetch_checkpoint(CHECKPOINTS[need], folder, settings.dataset_dir)
+        return
+    canonical = settings.data_root / dataset / "canonical"
+    if not (canonical / "manifest.json").is_file():
+        prepare(dataset, canonical, settings.dataset_dir)
+    if need in ENCODED:
+        encoder = settings.data_root / CHECKPOINT / "checkpoint"
+        prepare_encoded(need, canonical, folder, encoder, settings.dataset_dir)
+    elif need != "canonical":
+        prepare_table(canonical, need, folder)
 
 
 def table(summary: Mapping[str, Any]) -> str:

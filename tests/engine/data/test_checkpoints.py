@@ -130,3 +130,25 @@ def test_the_registry_pins_revisions_and_every_file(tmp_path):
     )
     with pytest.raises(ConfigError, match="revision"):
         load_checkpoints(loose)
+
+
+def test_a_quantised_wheel_needs_the_pinned_archive_and_its_member(tmp_path):
+    downloads = tmp_path / "data" / "downloads"
+    downloads.mkdir(parents=True)
+    path = archives.write_zip(downloads / WHEEL, {"toymodel/other.gguf": b"GGUF"})
+    source = CheckpointSource("wheel", "gguf", package="toymodel", version="1.0", file=WHEEL, folder="toymodel")
+    source = replace(source, sha256=sha256(path.read_bytes()), member="model.gguf", quantisation="Q4_1")
+    entry = CheckpointEntry("toy", "Toy", "free", {}, (source,))
+    with pytest.raises(CorruptFile, match="not the expected archive"):
+        fetch_checkpoint("toy", tmp_path / "out", tmp_path / "data", offline=True, entry=entry)
+    path.write_bytes(path.read_bytes() + b"x")
+    with pytest.raises(ChecksumMismatch):
+        fetch_checkpoint("toy", tmp_path / "out", tmp_path / "data", offline=True, entry=entry)
+    assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+def test_what_an_earlier_source_left_behind_is_removed(tmp_path, wheel):
+    (tmp_path / "out" / "tmpabc").mkdir(parents=True)
+    (tmp_path / "out" / "stale.bin").write_bytes(b"x")
+    fetch_checkpoint("toy", tmp_path / "out", tmp_path / "data", entry=toy(wheel))
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["config.json", "manifest.json", "weights.bin"]

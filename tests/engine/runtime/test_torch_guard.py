@@ -147,4 +147,4 @@ def test_only_what_the_extra_adds():
     assert install_runtime.extra_requirements(["llm"], declared) == ["peft>=0.14"]
     assert install_runtime.extra_requirements(["llm", "dev"], declared) == ["peft>=0.14", "ruff"]
     real = {line.split(">")[0].split("<")[0] for line in install_runtime.extra_requirements(["llm"])}
-    assert real == {"transformers", "datasets", "peft"}
+    assert real == {"transformers", "datasets", "peft", "gguf"}
