@@ -6,7 +6,6 @@ What makes an arm differ from `mixformer` is its `switch` in card.yaml; sizes ar
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,10 +18,10 @@ from auto_research.baselines import dcnv2 as dcnv2_baseline
 from auto_research.baselines.floors import request_floors
 from auto_research.blocks.rankmixer_block import matched_width
 from auto_research.data.requests import RequestTable
-from auto_research.evaluate.serving import serving_studies
+from auto_research.evaluate.serving import candidates_of, flop_rates, serving_studies
 from auto_research.experiment.context import Budget, Context
 from auto_research.experiment.contract import Experiment, Measurement
-from auto_research.experiment.studies import study
+from auto_research.experiment.studies import Study, study
 from auto_research.runtime.devices import device_for
 from auto_research.train.ctr import load_requests, train_ctr
 
@@ -32,6 +31,7 @@ request_floors(experiment)
 CANDIDATES = (1, 32, 1682)
 ALL_HEADS = "all heads per candidate"
 CHECKED_TASKS = 8
+RATED_PAIRS = 1024
 SUMMED = ("seconds", "train_seconds", "tuning_seconds")
 SPLIT_NOTE = "Split per user by time: item parameters may have seen later ratings of other users."
 
@@ -51,7 +51,13 @@ def train(ctx: Context, device: torch.device, model_of: Any = MixFormer, studies
         return model_of(config, table.vocab, table.item_genres)
 
     timed = ctx.budget.get("timed", 20) if studies else None
-    look = partial(inspect, device=device, history=config.history, timed=timed)
+
+    def look(model: nn.Module, table: RequestTable) -> dict[str, Any]:
+        extra = inspect(model, table, device=device, history=config.history, timed=timed)
+        if timed is not None:
+            extra["studies"] |= rates(ctx, device, model_of, config, table, timed)
+        return extra
+
     measured = train_ctr(ctx, build, device=device, table=table, inspect=look)
     measured.cost["dense_params"] = measured.extra.pop("dense_params")
     measured.notes.append(SPLIT_NOTE)
@@ -79,6 +85,23 @@ def inspect(
     if decoupled:
         extra["serving_difference"] = serving_difference(model, table, device=device, history=history)
     return extra
+
+
+def rates(
+    ctx: Context, device: torch.device, model_of: Any, config: MixFormerConfig, table: RequestTable, timed: int
+) -> dict[str, Study]:
+    """FLOP/s that scoring RATED_PAIRS candidates reaches, by dense parameters, over the budget's `rate_widths`."""
+    batch = candidates_of(table, RATED_PAIRS, history=config.history, device=device)
+    found = flop_rates(
+        lambda width: model_of(replace(config, width=width), table.vocab, table.item_genres),
+        lambda model: model(batch),
+        ctx.budget["rate_widths"],
+        device=device,
+        params=lambda model: model.dense_params(),
+        warm_up=min(5, timed),
+        timed=timed,
+    )
+    return {"flop_rate_per_s": found}
 
 
 @torch.no_grad()

@@ -34,7 +34,11 @@ class CrossRanker(nn.Module):
         return self.input.prepare(batch)
 
     def score(self, state: RequestState, batch: RequestBatch) -> Tensor:
-        return self.mlp(self.cross(self.input.score(state, batch)))
+        return self.after_input(self.input.score(state, batch))
+
+    def after_input(self, e: Tensor) -> Tensor:
+        """Input vectors [P, E] -> logits [P, 3]."""
+        return self.mlp(self.cross(e))
 
     def forward(self, batch: RequestBatch) -> Tensor:
         return self.score(self.prepare(batch), batch)

@@ -5,6 +5,8 @@ What makes an arm differ from `rankmixer_dense` is its `switch` in card.yaml; si
 
 import copy
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -17,8 +19,10 @@ from auto_research.baselines import din as din_baseline
 from auto_research.baselines.floors import request_floors
 from auto_research.blocks.token_mixing import UniMixer
 from auto_research.data.requests import RequestTable
+from auto_research.evaluate.serving import flop_rates
 from auto_research.experiment.context import Context
 from auto_research.experiment.contract import Experiment, Measurement
+from auto_research.experiment.studies import Study
 from auto_research.runtime.devices import device_for, synchronize
 from auto_research.train.ctr import load_requests, train_ctr
 
@@ -36,16 +40,37 @@ SPLIT_NOTE = (
 )
 
 
-def train(ctx: Context) -> Measurement:
+def train(ctx: Context, rated: bool = False) -> Measurement:
+    """rated: measure FLOP/s at several widths."""
     device, table, config = device_for(ctx.device), load_requests(ctx), ctx.configured(RankMixerConfig)
 
     def build(hyperparameters: dict[str, Any]) -> nn.Module:
         return RankMixer(config, table.vocab, table.item_genres)
 
     peak = partial(matmul_rate, device, ctx.budget.get("peak_matmul", 2048))
-    return finish(
-        train_ctr(ctx, build, device=device, table=table, inspect=partial(efficiency, device=device, peak=peak))
+
+    def look(model: RankMixer, table: RequestTable) -> dict[str, Any]:
+        found = efficiency(model, table, device=device, peak=peak)
+        if rated:
+            found["studies"] = rates(ctx, device, lambda c: RankMixer(c, table.vocab, table.item_genres), config)
+        return found
+
+    return finish(train_ctr(ctx, build, device=device, table=table, inspect=look))
+
+
+def rates(
+    ctx: Context, device: torch.device, build: Callable[[RankMixerConfig], nn.Module], config: RankMixerConfig
+) -> dict[str, Study]:
+    """FLOP/s by parameters behind the input vector, over the budget's `rate_widths`."""
+    found = flop_rates(
+        lambda width: build(replace(config, width=width)),
+        lambda model: model.after_input(torch.zeros(TIMED_PAIRS, model.input.width, device=device)),
+        ctx.budget["rate_widths"],
+        device=device,
+        params=lambda model: model.dense_params(),
+        timed=TIMED,
     )
+    return {"flop_rate_per_s": found}
 
 
 def finish(measured: Measurement) -> Measurement:
@@ -79,7 +104,7 @@ def best_seconds(work, device: torch.device) -> float:
 def efficiency(model: RankMixer, table: RequestTable, *, device: torch.device, peak) -> dict[str, Any]:
     """Active-expert ratio per block and token, FLOPs per pair, MFU proxy, and the equality of sparse serving."""
     e = torch.randn(TIMED_PAIRS, model.input.width, device=device)
-    seconds = best_seconds(lambda: model.rank(model.tokenizer(e)), device)
+    seconds = best_seconds(lambda: model.after_input(e), device)
     dense = model.flops(TIMED_PAIRS)
     numbers = {
         "dense_params": model.dense_params(),
@@ -128,22 +153,23 @@ def din(ctx: Context) -> Measurement:
 @experiment.arm
 def dcnv2_matched(ctx: Context) -> Measurement:
     device, table, config = device_for(ctx.device), load_requests(ctx), ctx.configured(RankMixerConfig)
-    reference = RankMixer(config, table.vocab, table.item_genres)
-    target, inputs = reference.dense_params(), reference.input.width
-    rank, hidden = matched_sizes(target, inputs, CROSS_LAYERS)
 
-    def build(hyperparameters: dict[str, Any]) -> nn.Module:
+    def ranker(config: RankMixerConfig) -> CrossRanker:
+        reference = RankMixer(config, table.vocab, table.item_genres)
+        rank, hidden = matched_sizes(reference.dense_params(), reference.input.width, CROSS_LAYERS)
         return CrossRanker(config, table.vocab, table.item_genres, layers=CROSS_LAYERS, rank=rank, hidden=hidden)
 
-    def sizes(model: CrossRanker, table: RequestTable) -> dict[str, Any]:
-        return {"efficiency": {"dense_params": model.dense_params(), "rankmixer_dense_params": target}}
+    def look(model: CrossRanker, table: RequestTable) -> dict[str, Any]:
+        target = RankMixer(config, table.vocab, table.item_genres).dense_params()
+        sizes = {"dense_params": model.dense_params(), "rankmixer_dense_params": target}
+        return {"efficiency": sizes, "studies": rates(ctx, device, ranker, config)}
 
-    return finish(train_ctr(ctx, build, device=device, table=table, inspect=sizes))
+    return finish(train_ctr(ctx, lambda hyperparameters: ranker(config), device=device, table=table, inspect=look))
 
 
 @experiment.arm
 def attention_tokens(ctx: Context) -> Measurement:
-    return train(ctx)
+    return train(ctx, rated=True)
 
 
 @experiment.arm
@@ -163,7 +189,7 @@ def no_mixing(ctx: Context) -> Measurement:
 
 @experiment.arm
 def rankmixer_dense(ctx: Context) -> Measurement:
-    return train(ctx)
+    return train(ctx, rated=True)
 
 
 @experiment.arm

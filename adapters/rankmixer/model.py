@@ -221,7 +221,11 @@ class RankMixer(nn.Module):
 
     def score(self, state: RequestState, batch: RequestBatch) -> Tensor:
         """Logits [P, 3] of the batch's candidates for prepared requests."""
-        return self.rank(self.tokenizer(self.input.score(state, batch)))
+        return self.after_input(self.input.score(state, batch))
+
+    def after_input(self, e: Tensor) -> Tensor:
+        """Input vectors [P, E] -> logits [P, 3]."""
+        return self.rank(self.tokenizer(e))
 
     def rank(self, x: Tensor, route: str = "infer") -> Tensor:
         """Tokens X0 [T, P, D] -> logits [P, 3]."""

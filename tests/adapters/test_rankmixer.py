@@ -15,6 +15,7 @@ from adapters.rankmixer.model import CHANNELS, SLOTS, Block, RankMixer, RankMixe
 from auto_research.blocks.relu_moe import Experts, PenaltyController, ReluMoE
 from auto_research.blocks.token_mixing import HeadShuffle, UniMixer, shuffle_permutation
 from auto_research.evaluate.ctr import split_pairs
+from auto_research.evaluate.serving import flop_rates
 from auto_research.metrics.cost import flops_of
 
 SMALL = RankMixerConfig(tokens=4, width=16, blocks=2, expansion=2, history=9, dropout=0.1)
@@ -536,3 +537,24 @@ def test_dcnv2_has_the_size_of_the_dense_model(table, tokens, width, full):
     ranker = CrossRanker(config, table.vocab, table.item_genres, layers=3, rank=rank, hidden=hidden)
     assert (rank is None) == full
     assert ranker.dense_params() == pytest.approx(dense.dense_params(), rel=0.05)
+
+
+def test_flop_rates_count_the_parameters_and_work_of_each_width(table):
+    seen = []
+
+    def build(width):
+        seen.append(width)
+        return RankMixer(replace(SMALL, width=width), table.vocab, table.item_genres)
+
+    found = flop_rates(
+        build,
+        lambda model: model.after_input(torch.zeros(64, model.input.width)),
+        (16, 32),
+        device=torch.device("cpu"),
+        params=lambda model: model.dense_params(),
+        timed=1,
+    )
+    assert seen == [16, 32]
+    (points,) = found["lines"].values()
+    assert [p for p, _ in points] == [build(w).dense_params() for w in (16, 32)]
+    assert all(1e6 < rate < 1e13 for _, rate in points)

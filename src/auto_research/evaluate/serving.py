@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from auto_research.data.requests import RequestBatch, RequestTable
-from auto_research.experiment.studies import Study, study
+from auto_research.experiment.studies import ONLY, Study, study
 from auto_research.metrics.cost import flops_of
 from auto_research.runtime.devices import synchronize
 
@@ -83,3 +83,26 @@ def serving_studies(
         "flops_per_request": study(x, "FLOPs", flops | alone[0]),
         "request_ms": study(x, "milliseconds", milliseconds | alone[1]),
     }
+
+
+@torch.no_grad()
+def flop_rates(
+    build: Callable[[int], nn.Module],
+    work: Callable[[nn.Module], object],
+    widths: Sequence[int],
+    *,
+    device: torch.device,
+    params: Callable[[nn.Module], int],
+    warm_up: int = WARM_UP,
+    timed: int = TIMED,
+) -> Study:
+    """The study `flop_rate_per_s`: floating-point operations a second that `work(model)` reaches, by parameters.
+
+    build: width -> untrained model.  params: model -> the parameters that `work` multiplies with.
+    """
+    points = []
+    for width in widths:
+        model = build(width).to(device).eval()
+        run = partial(work, model)
+        points.append((params(model), flops_of(run) / median_seconds(run, device, warm_up, timed)))
+    return study("parameters", "FLOP/s", {ONLY: points})
