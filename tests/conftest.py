@@ -52,14 +52,22 @@ def movielens_100k(dataset_dir: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def causal_lm(dataset_dir: Path) -> Path:
-    """Folder of the real pretrained language model, made once per state of the code that makes it. Read only."""
+def pretrained(dataset_dir: Path) -> dict[str, Path]:
+    """Folders of the real pretrained models by their need, made once per state of the code that makes them. Read only."""
     code = hashlib.sha256()
     for path in (ROOT / "src/auto_research/data/checkpoints.py", ROOT / "config/checkpoints.yaml"):
         code.update(path.read_bytes())
-    folder = dataset_dir / "prepared" / f"{CHECKPOINTS['causal_lm']}-{code.hexdigest()[:12]}"
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{folder}.lock"):
-        if not (folder / "manifest.json").is_file():
-            fetch_checkpoint(CHECKPOINTS["causal_lm"], folder, dataset_dir)
-    return folder
+    folders = {}
+    for need, name in CHECKPOINTS.items():
+        folder = folders[need] = dataset_dir / "prepared" / f"{name}-{code.hexdigest()[:12]}"
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{folder}.lock"):
+            if not (folder / "manifest.json").is_file():
+                fetch_checkpoint(name, folder, dataset_dir)
+    return folders
+
+
+@pytest.fixture(scope="session")
+def causal_lm(pretrained) -> Path:
+    """Folder of the real pretrained language model."""
+    return pretrained["causal_lm"]

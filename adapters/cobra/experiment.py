@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,7 +26,9 @@ from auto_research.baselines import tiger as tiger_baseline
 from auto_research.baselines.tiger import TokenizerConfig, fit_semantic_ids
 from auto_research.blocks.prefix_trie import PrefixTrie
 from auto_research.blocks.semantic_ids import SIDTable
+from auto_research.blocks.title_encoder import load_text_layers, word_pieces
 from auto_research.data.interactions import load_interactions
+from auto_research.data.item_vectors import item_texts
 from auto_research.data.sequences import LeaveTwoOut
 from auto_research.data.texts import load_text_states, load_text_vectors
 from auto_research.evaluate.next_item import Measure, measure_next_item
@@ -37,6 +39,9 @@ from auto_research.runtime.devices import device_for
 from auto_research.train.fitting import settings
 from auto_research.train.next_item import EpochWindows, NextItemBudget, load_sequences
 from auto_research.train.sid import SIDBudget, beam_lister, fit_sid, measure_sid
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 experiment = Experiment("cobra")
 
@@ -85,7 +90,18 @@ def texts_of(ctx: Context, config: CobraConfig) -> PackedTexts | None:
     if not config.dense:
         return None
     folder = Path(ctx.data("text_states"))
+    if config.finetuned:
+        states, mask = load_text_states(folder)
+        texts = item_texts(load_interactions(ctx.data("canonical")))
+        return PackedTexts(states, mask, word_pieces(ctx.data("text_encoder"), texts, mask))
     return _texts(str(folder.resolve()), (folder / "manifest.json").stat().st_mtime_ns)
+
+
+def pretrained_of(ctx: Context, config: CobraConfig) -> PreTrainedModel | None:
+    """The encoder that made the stored states, anew, where the arm trains it."""
+    if not config.finetuned:
+        return None
+    return load_text_layers(ctx.data("text_encoder"), config.text_layers)
 
 
 class CobraWindows(Sequence):
@@ -150,7 +166,7 @@ def cascade(ctx: Context) -> Measurement:
 
     trained, records = fit_sid(
         ctx,
-        lambda _, data: Cobra(table, config, texts),
+        lambda _, data: Cobra(table, config, texts, pretrained_of(ctx, config)),
         table=table,
         device=device,
         sequences=sequences,
@@ -232,6 +248,11 @@ def cobra_wo_beamfusion(ctx: Context) -> Measurement:
 
 @experiment.arm
 def cobra_frozen_dense(ctx: Context) -> Measurement:
+    return cascade(ctx)
+
+
+@experiment.arm
+def cobra_minilm(ctx: Context) -> Measurement:
     return cascade(ctx)
 
 

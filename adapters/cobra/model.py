@@ -29,7 +29,8 @@ class CobraConfig:
     """width .. dropout: of decoder and text encoder.  length: items of a history.  temperature: tau_d.  dense_weight: lambda.
 
     ids, dense: the two kinds of tokens (wo_id, wo_dense take one away).  frozen: v is a constant.  parallel: vhat does
-    not know the id.
+    not know the id.  finetuned: the pretrained encoder behind the word-piece states is trained too, its first
+    text_layers layers (None: all).
     """
 
     width: int = 64
@@ -44,10 +45,14 @@ class CobraConfig:
     dense: bool = True
     frozen: bool = False
     parallel: bool = False
+    finetuned: bool = False
+    text_layers: int | None = None
 
     def __post_init__(self) -> None:
         if not (self.ids or self.dense):
             raise ValueError("an item needs an id, a vector, or both")
+        if self.finetuned and (self.frozen or not self.dense):
+            raise ValueError("an encoder that is trained needs vectors that are")
 
 
 class CobraBatch(NamedTuple):
@@ -120,9 +125,12 @@ class Cobra(nn.Module):
     """Decoder, text encoder and dense head; `sid` is what beam searches spell with.
 
     table: cells (items share an id) or, without vectors, ids of single items.  texts: None without vectors.
+    pretrained: the encoder of config.finetuned.
     """
 
-    def __init__(self, table: SIDTable, config: CobraConfig, texts: PackedTexts | None):
+    def __init__(
+        self, table: SIDTable, config: CobraConfig, texts: PackedTexts | None, pretrained: nn.Module | None = None
+    ):
         super().__init__()
         vocab = SIDVocab.of(table)
         self.config, self.texts = config, texts
@@ -133,7 +141,7 @@ class Cobra(nn.Module):
         self.catalogue: Tensor | None = None
         if config.dense:
             dropout = 0.0 if config.frozen else config.dropout  # a constant has no noise
-            self.text = TextEncoder(texts, config.width, config.heads, config.hidden, dropout)
+            self.text = TextEncoder(texts, config.width, config.heads, config.hidden, dropout, pretrained)
             self.text.requires_grad_(not config.frozen)
             self.dense_head = nn.Linear(config.width, config.width)
 

@@ -169,18 +169,18 @@ def tested_rows(data: RequestTable | LeaveTwoOut | OwnSplit, user: np.ndarray) -
     return last & (np.bincount(user)[user] >= MIN_EVENTS)
 
 
-def link_checkpoint(root: Path, causal_lm: Path) -> None:
-    """Put the prepared language model where adapters look for it below a data root."""
-    folder = root / CHECKPOINTS["causal_lm"]
-    folder.mkdir()
-    (folder / "checkpoint").symlink_to(causal_lm)
+def link_checkpoints(root: Path, pretrained: dict[str, Path]) -> None:
+    """Put prepared pretrained models where adapters look for them below a data root."""
+    for need, folder in pretrained.items():
+        (root / CHECKPOINTS[need]).mkdir()
+        (root / CHECKPOINTS[need] / "checkpoint").symlink_to(folder)
 
 
 class EditedFolders:
     """Prepared folders in which value and item of all test rows are changed; one per split, shared by all adapters."""
 
-    def __init__(self, prepared: Path, dataset: str, folder: Path, causal_lm: Path | None = None) -> None:
-        self.prepared, self.dataset, self.folder, self.causal_lm = prepared, dataset, folder, causal_lm
+    def __init__(self, prepared: Path, dataset: str, folder: Path, pretrained: dict[str, Path] | None = None) -> None:
+        self.prepared, self.dataset, self.folder, self.pretrained = prepared, dataset, folder, pretrained or {}
 
     def root(self, data: RequestTable | LeaveTwoOut | OwnSplit) -> Path:
         """A data root for runs that must not notice."""
@@ -193,8 +193,7 @@ class EditedFolders:
         root = self.folder / hashlib.sha256(rows.tobytes() + rating.tobytes()).hexdigest()[:12]
         if not root.is_dir():
             self._write(root / self.dataset, tables, column | {"item": item, "rating": rating})
-            if self.causal_lm is not None:
-                link_checkpoint(root, self.causal_lm)
+            link_checkpoints(root, self.pretrained)
         return root
 
     def _write(self, out: Path, tables: dict, column: dict[str, np.ndarray]) -> None:

@@ -31,9 +31,11 @@ from auto_research.blocks.beam_search import constrained_beam
 from auto_research.blocks.prefix_trie import PrefixTrie
 from auto_research.blocks.semantic_ids import resolve_collisions
 from auto_research.blocks.sid_models import SIDStep
+from auto_research.blocks.title_encoder import encode_text_states, load_text_layers, word_pieces
 from auto_research.data.sequences import LeaveTwoOut
 from auto_research.experiment.card import find_card
 from auto_research.metrics.ranking import top_items
+from auto_research.runtime.errors import ConfigError, CorruptFile
 from auto_research.runtime.paths import code_root
 from auto_research.train.optimizer import adamw
 
@@ -570,3 +572,56 @@ def test_every_arm_of_the_card_has_a_function():
     card = find_card(code_root(), "cobra")
     assert set(experiment.experiment.arms) == set(card.arms)
     assert set(experiment.experiment.artifacts) == set(card.artifacts)
+
+
+# Training the pretrained encoder
+
+
+@pytest.fixture(scope="module")
+def titles(pretrained):
+    """Texts of the catalogue with their word pieces and the states that the frozen encoder gives them."""
+    texts = [f"Film number {item}, a story of {item * 7}" for item in range(1, ITEMS + 1)]
+    states, mask = encode_text_states(pretrained["text_encoder"], texts)
+    states, mask = (np.concatenate([np.zeros_like(a[:1]), a]) for a in (states, mask))
+    return PackedTexts(states, mask, word_pieces(pretrained["text_encoder"], texts, mask)), texts, mask
+
+
+def tuned(titles, pretrained, **options) -> Cobra:
+    torch.manual_seed(0)
+    config = replace(CONFIG, finetuned=True, **options)
+    encoder = load_text_layers(pretrained["text_encoder"], config.text_layers)
+    return Cobra(TABLE, config, titles[0], encoder)
+
+
+def test_the_untrained_encoder_gives_the_stored_states(titles, pretrained):
+    model, frozen = tuned(titles, pretrained).eval(), Cobra(TABLE, CONFIG, titles[0]).eval()
+    frozen.load_state_dict(model.state_dict(), strict=False)
+    batch = titles[0].batch(np.array([0, 3, 17, 40]))
+    with torch.no_grad():
+        assert torch.allclose(model.text.read(batch), frozen.text.read(batch), atol=1e-4)
+        assert torch.allclose(model.vectors(batch), frozen.vectors(batch), atol=1e-4)
+        assert torch.isfinite(model.index()).all()
+
+
+def test_a_step_trains_the_encoder_and_its_vectors_follow(titles, pretrained):
+    model = tuned(titles, pretrained, text_layers=1).train()
+    assert len(model.text.pretrained.encoder.layer) == 1
+    items, target = [[3, 9, 17, 2, 5]], [[9, 17, 2, 5, 21]]
+    batch = CobraBatch.of(np.array(items), np.array(target), titles[0])
+    before = model.text.read(batch.text).detach()
+    optimizer = adamw(model, 1e-2)
+    model.training_loss(batch).backward()
+    learning = {name for name, p in model.text.pretrained.named_parameters() if p.grad is not None and p.grad.any()}
+    assert {n.split(".")[0] for n in learning} == {"embeddings", "encoder"}
+    optimizer.step()
+    assert not torch.allclose(model.text.read(batch.text), before, atol=1e-3)
+
+
+def test_another_tokenizer_and_impossible_arms_are_refused(titles, pretrained):
+    with pytest.raises(CorruptFile, match="tokenizer"):
+        word_pieces(pretrained["text_encoder"], [*titles[1][:-1], "a"], titles[2])
+    with pytest.raises(ConfigError, match="7 layers of an encoder that has 6"):
+        load_text_layers(pretrained["text_encoder"], 7)
+    for options in ({"frozen": True}, {"dense": False}):
+        with pytest.raises(ValueError, match="trained"):
+            replace(CONFIG, finetuned=True, **options)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contract_checks as checks
 import pytest
-from contract_edits import EditedFolders, EditedTables, link_checkpoint
+from contract_edits import EditedFolders, EditedTables, link_checkpoints
 from contract_runs import Runs
 
 from auto_research.experiment.card import find_card
@@ -19,16 +19,16 @@ DATASET = "movielens-100k"
 
 
 @pytest.fixture(scope="session")
-def data_root(tmp_path_factory, movielens_100k, causal_lm):
+def data_root(tmp_path_factory, movielens_100k, pretrained):
     root = tmp_path_factory.mktemp("data")
     (root / DATASET).symlink_to(movielens_100k)
-    link_checkpoint(root, causal_lm)
+    link_checkpoints(root, pretrained)
     return root
 
 
 @pytest.fixture(scope="session")
-def folders(tmp_path_factory, movielens_100k, causal_lm):
-    return EditedFolders(movielens_100k, DATASET, tmp_path_factory.mktemp("edited"), causal_lm)
+def folders(tmp_path_factory, movielens_100k, pretrained):
+    return EditedFolders(movielens_100k, DATASET, tmp_path_factory.mktemp("edited"), pretrained)
 
 
 @pytest.fixture(scope="session")

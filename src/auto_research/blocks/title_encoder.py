@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,8 +18,11 @@ from auto_research.data.interactions import load_interactions
 from auto_research.data.item_vectors import item_texts
 from auto_research.data.texts import write_text_states
 from auto_research.data.titles import write_vectors
-from auto_research.runtime.errors import ConfigError
+from auto_research.runtime.errors import ConfigError, CorruptFile
 from auto_research.runtime.files import sha256_file
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 CHECKPOINT = "minilm-l6-v2"
 MAX_TOKENS = 128
@@ -77,6 +80,42 @@ def encode_text_states(folder: Path, texts: list[str], *, batch: int = 64) -> tu
     states = np.zeros((*mask.shape, rows[0].shape[1]), dtype=np.float32)
     states[mask] = np.concatenate([rows[row] for row in range(len(texts))])
     return states, mask
+
+
+def word_pieces(folder: Path, texts: list[str], mask: np.ndarray) -> np.ndarray:
+    """int64[n + 1, T] vocabulary entries of the texts, where the mask bool[n + 1, T] of their states has them.
+
+    Raises CorruptFile when the tokenizer cuts a text into another number of pieces than its states have.
+    """
+    need_transformers()
+    from auto_research.blocks.language_models import load_tokenizer
+
+    cut = load_tokenizer(folder)(texts, truncation=True, max_length=MAX_TOKENS)["input_ids"]
+    lengths = np.array([0, *map(len, cut)])
+    if not np.array_equal(lengths, mask.sum(1)):
+        raise CorruptFile(f"{folder}: its tokenizer is not the one that made the states; prepare text_states again")
+    pieces = np.zeros(mask.shape, dtype=np.int64)
+    pieces[mask] = np.concatenate(cut)
+    return pieces
+
+
+def load_text_layers(folder: Path, layers: int | None = None) -> PreTrainedModel:
+    """The encoder of a checkpoint with its first `layers` (None: all) layers, to be trained; its pooler is dropped.
+
+    Raises ConfigError when it has fewer layers or the extra 'llm' is missing.
+    """
+    need_transformers()
+    import torch
+
+    from auto_research.blocks.language_models import load_encoder
+
+    model = load_encoder(folder, dtype=torch.float32)
+    if layers is not None:
+        if not 1 <= layers <= len(model.encoder.layer):
+            raise ConfigError(f"{layers} layers of an encoder that has {len(model.encoder.layer)}")
+        model.encoder.layer = model.encoder.layer[:layers]
+    model.pooler = None
+    return model
 
 
 def unit_mean(hidden, mask):

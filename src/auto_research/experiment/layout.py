@@ -9,7 +9,8 @@ from pathlib import Path
 from auto_research.runtime.names import check_name
 
 TABLES = ("canonical", "sequences", "requests", "titles", "texts", "text_states")
-CHECKPOINTS = {"causal_lm": "smollm2-135m-instruct"}  # needs that are a pretrained model, the same for every data set
+# Needs that are a pretrained model, the same for every data set.
+CHECKPOINTS = {"causal_lm": "smollm2-135m-instruct", "text_encoder": "minilm-l6-v2"}
 
 
 @dataclass(frozen=True)
