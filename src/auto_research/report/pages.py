@@ -241,7 +241,7 @@ def leaderboard(
                     "published": result["card"]["published"],
                     "tier": result["tier"],
                     "params": arm["cost"].get("params"),
-                    "seconds": arm["cost"].get("seconds"),
+                    "cpu_seconds": arm["cost"].get("stage_cpu_seconds"),
                 }
             )
     return sorted(rows, key=lambda row: (sign * row["mean"], row["adapter"], row["arm"]))
