@@ -95,31 +95,30 @@ def prepare_data(cards: Sequence[Card], settings: Settings) -> None:
     """Prepare what `cards` need and is not there. A failure is printed; its rows will fail."""
     wanted = sorted({(settings.dataset_of(card), need) for card in cards for need in card.facts["data"]["needs"]})
     for dataset, need in sorted(wanted, key=lambda pair: pair[1] != "canonical"):
-        folder = Layout("any", settings.tier, dataset, data_root=settings.data_root).data(need)
-        if (folder / "manifest.json").is_file():
+        layout = Layout("any", settings.tier, dataset, data_root=settings.data_root)
+        if (layout.data(need) / "manifest.json").is_file():
             continue
         try:
-            _prepare(dataset, need, folder, settings)
+            _prepare(need, layout, settings)
         except (AutoResearchError, OSError) as error:
             _say(f"{need} of {dataset}: {describe_error(error)[0]}")
 
 
-def _prepare(dataset: str, need: str, folder: Path, settings: Settings) -> None:
-    from auto_research.blocks.title_encoder import CHECKPOINT, ENCODED, prepare_encoded
+def _prepare(need: str, layout: Layout, settings: Settings) -> None:
+    from auto_research.blocks.title_encoder import ENCODED, prepare_encoded
     from auto_research.data.checkpoints import fetch_checkpoint
     from auto_research.data.prepare import prepare, prepare_table
 
     if need in CHECKPOINTS:
-        fetch_checkpoint(CHECKPOINTS[need], folder, settings.dataset_dir)
+        fetch_checkpoint(CHECKPOINTS[need], layout.data(need), settings.dataset_dir)
         return
-    canonical = settings.data_root / dataset / "canonical"
+    canonical = layout.data("canonical")
     if not (canonical / "manifest.json").is_file():
-        prepare(dataset, canonical, settings.dataset_dir)
+        prepare(layout.dataset, canonical, settings.dataset_dir)
     if need in ENCODED:
-        encoder = settings.data_root / CHECKPOINT / "checkpoint"
-        prepare_encoded(need, canonical, folder, encoder, settings.dataset_dir)
+        prepare_encoded(need, canonical, layout.data(need), layout.data("text_encoder"), settings.dataset_dir)
     elif need != "canonical":
-        prepare_table(canonical, need, folder)
+        prepare_table(canonical, need, layout.data(need))
 
 
 def table(summary: Mapping[str, Any]) -> str:
