@@ -92,16 +92,14 @@ def rates(
 ) -> dict[str, Study]:
     """FLOP/s that scoring RATED_PAIRS candidates reaches, by dense parameters, over the budget's `rate_widths`."""
     batch = candidates_of(table, RATED_PAIRS, history=config.history, device=device)
-    found = flop_rates(
+    return flop_rates(
         lambda width: model_of(replace(config, width=width), table.vocab, table.item_genres),
         lambda model: model(batch),
         ctx.budget["rate_widths"],
         device=device,
-        params=lambda model: model.dense_params(),
         warm_up=min(5, timed),
         timed=timed,
     )
-    return {"flop_rate_per_s": found}
 
 
 @torch.no_grad()

@@ -62,15 +62,13 @@ def rates(
     ctx: Context, device: torch.device, build: Callable[[RankMixerConfig], nn.Module], config: RankMixerConfig
 ) -> dict[str, Study]:
     """FLOP/s by parameters behind the input vector, over the budget's `rate_widths`."""
-    found = flop_rates(
+    return flop_rates(
         lambda width: build(replace(config, width=width)),
         lambda model: model.after_input(torch.zeros(TIMED_PAIRS, model.input.width, device=device)),
         ctx.budget["rate_widths"],
         device=device,
-        params=lambda model: model.dense_params(),
         timed=TIMED,
     )
-    return {"flop_rate_per_s": found}
 
 
 def finish(measured: Measurement) -> Measurement:

@@ -551,9 +551,8 @@ def test_flop_rates_count_the_parameters_and_work_of_each_width(table):
         lambda model: model.after_input(torch.zeros(64, model.input.width)),
         (16, 32),
         device=torch.device("cpu"),
-        params=lambda model: model.dense_params(),
         timed=1,
-    )
+    )["flop_rate_per_s"]
     assert seen == [16, 32]
     (points,) = found["lines"].values()
     assert [p for p, _ in points] == [build(w).dense_params() for w in (16, 32)]

@@ -92,17 +92,16 @@ def flop_rates(
     widths: Sequence[int],
     *,
     device: torch.device,
-    params: Callable[[nn.Module], int],
     warm_up: int = WARM_UP,
     timed: int = TIMED,
-) -> Study:
-    """The study `flop_rate_per_s`: floating-point operations a second that `work(model)` reaches, by parameters.
+) -> dict[str, Study]:
+    """The study `flop_rate_per_s`: floating-point operations a second that `work(model)` reaches, by dense parameters.
 
-    build: width -> untrained model.  params: model -> the parameters that `work` multiplies with.
+    build: width -> untrained model with `dense_params()`, the parameters that `work` multiplies with.
     """
     points = []
     for width in widths:
         model = build(width).to(device).eval()
         run = partial(work, model)
-        points.append((params(model), flops_of(run) / median_seconds(run, device, warm_up, timed)))
-    return study("parameters", "FLOP/s", {ONLY: points})
+        points.append((model.dense_params(), flops_of(run) / median_seconds(run, device, warm_up, timed)))
+    return {"flop_rate_per_s": study("parameters", "FLOP/s", {ONLY: points})}
